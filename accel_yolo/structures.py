@@ -7,7 +7,7 @@ cell, L detection levels, M detections kept.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import numpy as np
@@ -105,16 +105,6 @@ class Targets:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def to(self, device: object, non_blocking: bool = False) -> Targets:
-        return Targets(
-            image_index=self.image_index.to(device, non_blocking=non_blocking),
-            labels=self.labels.to(device, non_blocking=non_blocking),
-            boxes=self.boxes.to(device, non_blocking=non_blocking),
-        )
-
-    def pin_memory(self) -> Targets:
-        return Targets(self.image_index.pin_memory(), self.labels.pin_memory(), self.boxes.pin_memory())
-
 
 @dataclass(slots=True)
 class Batch:
@@ -136,16 +126,16 @@ class Batch:
     def __len__(self) -> int:
         return len(self.keys)
 
-    def to(self, device: object, non_blocking: bool = False) -> Batch:
-        return Batch(
-            images=self.images.to(device, non_blocking=non_blocking),
-            targets=self.targets.to(device, non_blocking=non_blocking),
-            keys=self.keys,
-            letterboxes=self.letterboxes,
-        )
+    def to(self, device: Any, non_blocking: bool = False) -> Batch:
+        """The batch with its images on `device`; Accelerate's loaders call this.
+
+        Targets stay on the CPU: objects are matched to anchors there, because the number of matches is data, and
+        reading a number from an accelerator makes it wait.
+        """
+        return Batch(self.images.to(device, non_blocking=non_blocking), self.targets, self.keys, self.letterboxes)
 
     def pin_memory(self) -> Batch:
-        return Batch(self.images.pin_memory(), self.targets.pin_memory(), self.keys, self.letterboxes)
+        return Batch(self.images.pin_memory(), self.targets, self.keys, self.letterboxes)
 
 
 @dataclass(slots=True)

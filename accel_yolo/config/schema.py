@@ -388,3 +388,7 @@ class ValConfig:
         faults.number("workers", self.workers, 0, integer=True)
         faults.check(not (self.half and self.device == "cpu"), "half is true, must be false on device cpu")
         faults.raise_if_any()
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain dict of built-in types, ready for YAML and JSON."""
+        return {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}

@@ -1,0 +1,141 @@
+"""The one door: `accel-yolo VERB ...`, its exit codes, and everything that is printed rather than logged."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from accel_yolo.config.load import TRAIN, VAL, parse_train_args, parse_val_args, resolve, resolve_val
+from accel_yolo.errors import AccelYoloError, ConfigError, LaunchError, did_you_mean
+
+DONE, USER_ERROR, INTERRUPTED = 0, 2, 130
+SECONDS_FOR_THE_MAIN_PROCESS = 5.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb.
+
+    Args:
+        argv: words after the program's name; None = those of this process.
+
+    Returns:
+        0 done; 2 the user can fix it; 75 stopped by a signal after saving; 130 interrupted at the keyboard. Any other
+        exception is a bug of ours and passes through.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help"):
+        _say(_usage())
+        return DONE
+    if words[0] == "--version":
+        from accel_yolo import __version__
+
+        _say(f"accel-yolo {__version__}")
+        return DONE
+    return _with_exit_code(lambda: _dispatch(words[0], words[1:]))
+
+
+def train_main(argv: Sequence[str] | None = None) -> int:
+    """`main` for the verb `train` alone: what `python train.py` and `accelerate launch train.py` run."""
+    words = sys.argv[1:] if argv is None else argv
+    return main(["train", *words])
+
+
+def train_options(options: argparse.Namespace) -> int:
+    """Train with parsed options; errors pass through, because a caller from Python wants the exception.
+
+    Raises:
+        AccelYoloError: for whatever the user can fix.
+    """
+    resolved = resolve(options)
+    if getattr(options, "print_config", None):
+        _say(resolved.describe())
+        return DONE
+    _check_process_count(resolved.num_processes)
+    from accel_yolo.commands.train import main as run_train
+
+    return run_train(resolved)
+
+
+def _train(argv: Sequence[str]) -> int:
+    return train_options(parse_train_args(argv))
+
+
+def _val(argv: Sequence[str]) -> int:
+    config = resolve_val(parse_val_args(argv))
+    from accel_yolo.commands.val import main as run_val
+
+    return run_val(config)
+
+
+# Verb -> what it does, and the function that takes the words after it. Torch is imported inside the function.
+VERBS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
+    TRAIN.verb: ("train a model; without --data on the built-in shapes", _train),
+    VAL.verb: ("measure weights on a split of a data set", _val),
+}
+
+
+def _usage() -> str:
+    lines = ["usage: accel-yolo VERB [flags]", "", "verbs:"]
+    lines += [f"  {verb:<10}{summary}" for verb, (summary, _) in VERBS.items()]
+    lines += ["", "`accel-yolo VERB --help` lists the flags of a verb; `accel-yolo --version` prints the version."]
+    return "\n".join(lines)
+
+
+def _dispatch(verb: str, words: Sequence[str]) -> int:
+    if verb not in VERBS:
+        raise ConfigError("the first word must be a verb.", found=repr(verb), fix=did_you_mean(verb, list(VERBS)))
+    return VERBS[verb][1](words)
+
+
+def _check_process_count(asked: int | None) -> None:
+    # A number that nobody acts on would leave the user with one busy device and the belief in several.
+    running = int(os.environ.get("WORLD_SIZE", "1"))
+    if asked is not None and asked != running:
+        raise LaunchError(
+            "on the command line the launcher decides how many processes there are.",
+            found=f"--num-processes {asked}, but {running} started",
+            fix=f"start it by `torchrun --standalone --nproc_per_node {asked} -m accel_yolo train ...`.",
+        )
+
+
+def _with_exit_code(command: Callable[[], int]) -> int:
+    def guarded() -> int:
+        try:
+            return command()
+        except AccelYoloError as error:
+            if _is_main_process():
+                print(error, file=sys.stderr)
+            else:
+                _leave_the_word_to_the_main_process(error)
+            return USER_ERROR
+        except KeyboardInterrupt:
+            return INTERRUPTED
+
+    if "TORCHELASTIC_ERROR_FILE" not in os.environ:
+        return guarded()
+    # Started by torch's launcher: for a bug it then shows the traceback of the rank that failed first.
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    return record(guarded)() or DONE
+
+
+def _leave_the_word_to_the_main_process(error: AccelYoloError) -> None:
+    # Most errors meet every rank at once. The launcher ends all ranks when the first one leaves, and this one must not
+    # leave before the main process has printed; if the error is this rank's alone, the launcher shows what we record.
+    time.sleep(SECONDS_FOR_THE_MAIN_PROCESS)
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(error)
+
+
+def _say(text: str) -> None:
+    if _is_main_process():
+        print(text)
+
+
+def _is_main_process() -> bool:
+    return os.environ.get("RANK", "0") == "0"
