@@ -11,6 +11,7 @@ import pickle
 import re
 import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -43,7 +44,10 @@ _TRUE = ("1", "t", "true", "y", "yes", "on")
 # What an `accelerate config` file may ask for and this trainer cannot do, with the reason.
 _REFUSED_PLUGINS = {
     "ACCELERATE_USE_FSDP": ("FSDP", "the EMA and the checkpoints need whole weights on every process"),
-    "ACCELERATE_USE_DEEPSPEED": ("DeepSpeed", "it owns optimiser, accumulation and clipping, which YOLOv5 defines itself"),
+    "ACCELERATE_USE_DEEPSPEED": (
+        "DeepSpeed",
+        "it owns optimiser, accumulation and clipping, which YOLOv5 defines",
+    ),
     "ACCELERATE_USE_MEGATRON_LM": ("Megatron-LM", "it is made for language models"),
     "ACCELERATE_USE_PARALLELISM_CONFIG": ("tensor or context parallelism", "a detector has nothing to split that way"),
 }
@@ -126,7 +130,7 @@ def check_batch_size(batch_size: int, world: int) -> None:
     if batch_size == -1:
         raise ConfigError(
             "--batch-size -1 (measured batch size) works on one process only.",
-            found=f"--batch-size -1 on {world} processes: each would measure another size, and the global batch must be fixed",
+            found=f"--batch-size -1 on {world} processes, which would each measure another size",
             fix=f"run once with one process and --batch-size -1 to get the number, then pass it times {world}",
         )
     if batch_size % world:
@@ -172,7 +176,7 @@ def select_device(device: str | int | Sequence[int] | None = "", batch_size: int
             "insufficient CUDA devices for this launch.",
             found=f"{available} CUDA device(s); {local_world} process(es) on this machine"
             + (f", --device {','.join(map(str, request.ids))}" if request.ids else ""),
-            fix="start fewer processes or name fewer ids, or use --device cpu (with ACCELERATE_USE_CPU=true for several)",
+            fix="start fewer processes or name fewer ids; or --device cpu (with ACCELERATE_USE_CPU=true for several)",
         )
     return torch.device("cuda", request.ids[0] if world == 1 and request.ids else local_rank)
 
@@ -222,7 +226,7 @@ def make_accelerator(
             split_batches=True, dispatch_batches=False, even_batches=False, non_blocking=True
         ),
         kwargs_handlers=[
-            _TimeoutAlwaysPassed(timeout=timedelta(seconds=timeout_seconds)),
+            InitProcessGroupKwargs(timeout=_passed_timeout(timeout_seconds)),
             DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
         ],
     )
@@ -238,6 +242,13 @@ def make_accelerator(
         precision_origin=precision_origin,
     )
     return accelerator, world
+
+
+def prepare(accelerator: Accelerator, *objects: Any) -> Any:
+    """`accelerator.prepare`, without a warning that torch gives for what Accelerate passes on and users cannot change."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
+        return accelerator.prepare(*objects)
 
 
 def finish(accelerator: Accelerator, world: World) -> None:
@@ -365,11 +376,10 @@ class _PlainFormatter(logging.Formatter):
         return message if record.levelno < logging.WARNING else f"{record.levelname.lower()}: {message}"
 
 
-class _TimeoutAlwaysPassed(InitProcessGroupKwargs):
-    """Accelerate drops values equal to the class default, and torch's default differs from Accelerate's."""
-
-    def to_kwargs(self) -> dict[str, Any]:
-        return {"timeout": self.timeout}
+def _passed_timeout(seconds: float) -> timedelta:
+    # Accelerate drops a value that equals its own default, and then torch's default, which is another, is in force.
+    timeout = timedelta(seconds=seconds)
+    return timeout if timeout != InitProcessGroupKwargs().timeout else timeout + timedelta(milliseconds=1)
 
 
 def _refuse_unsupported_launches() -> None:
@@ -379,7 +389,7 @@ def _refuse_unsupported_launches() -> None:
             raise LaunchError(
                 f"the accelerate configuration asks for {name}, which this trainer does not support: {reason}.",
                 found=f"{variable}={environment[variable]}",
-                fix="run `accelerate config` again with plain multi-GPU, or launch with --config_file accelerate_config.yaml",
+                fix="run `accelerate config` again without it, or launch with --config_file accelerate_config.yaml",
             )
     alone = "WORLD_SIZE" not in environment and not (dist.is_available() and dist.is_initialized())
     if alone and "MASTER_PORT" in environment and environment.get("ACCELERATE_USE_CPU", "").lower() in _TRUE:
@@ -466,7 +476,8 @@ def _check_world(accelerator: Accelerator) -> None:
         raise LaunchError(
             "the launcher, the process group and Accelerate see different numbers of processes.",
             found=f"WORLD_SIZE {asked}, process group {grouped}, Accelerate {accelerator.num_processes}",
-            fix="start with `accelerate launch` or `torchrun`, or set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
+            fix="start with `accelerate launch` or `torchrun`; or set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and"
+            " MASTER_PORT",
         )
 
 

@@ -10,13 +10,12 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from accel_yolo.data.order import multi_scale_size
 from accel_yolo.engine.callbacks import Callbacks, call
@@ -43,7 +42,7 @@ class Trainee:
         batch_size: GLOBAL images per step.
         image_size: side of the square input, px; the centre of `--multi-scale`.
         stride: the model's largest stride, px.
-        frozen: modules that stay in evaluation mode, so that their running statistics do not move.
+        seed: of the run; draws the sizes of `multi_scale`.
     """
 
     model: nn.Module
@@ -58,7 +57,6 @@ class Trainee:
     stride: int
     seed: int = 0
     multi_scale: bool = False
-    frozen: list[nn.Module] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -132,8 +130,6 @@ def train_epoch(trainee: Trainee, loader: Any, state: TrainState, story: Story) 
     """One pass over the data; returns the epoch's mean box, objectness and class loss (3,), over all processes."""
     model, accelerator = trainee.model, trainee.accelerator
     model.train()
-    for module in trainee.frozen:
-        module.eval()
     # A prepared loader keeps an epoch count of its own, from zero; this sets it and the sampler's.
     loader.set_epoch(state.epoch)
     trainee.optimizer.zero_grad()
@@ -144,9 +140,7 @@ def train_epoch(trainee: Trainee, loader: Any, state: TrainState, story: Story) 
         losses = train_step(batch, trainee, state)
         total += torch.stack([losses.box, losses.objectness, losses.classification])
         state.samples_seen += trainee.batch_size
-        call(
-            story.callbacks, "on_batch_end", is_main_process=accelerator.is_main_process, batch=batch, state=state
-        )
+        call(story.callbacks, "on_batch_end", is_main_process=accelerator.is_main_process, batch=batch, state=state)
         # Reading a loss makes the device wait, so it is done about twice a second and not at every step.
         if hasattr(bar, "set_postfix_str") and time.perf_counter() - shown_at > 0.5:
             shown_at = time.perf_counter()
@@ -172,7 +166,7 @@ def train_step(batch: Batch, trainee: Trainee, state: TrainState) -> Losses:
         )
     assignment = trainee.loss_fn.assign(batch.targets, batch_size=len(batch), image_hw=tuple(images.shape[2:]))
     # The divisors depend on targets and grids alone, so their exchange runs beside the forward pass.
-    counts = PendingSum(assignment.counts.clone(), trainee.world)
+    counts = PendingSum(assignment.counts.to(accelerator.device), trainee.world)
 
     with nullcontext() if is_update else accelerator.no_sync(model):
         with accelerator.autocast():
@@ -211,20 +205,6 @@ def resize_images(images: Tensor, size: int, stride: int) -> Tensor:
         return images
     height, width = (math.ceil(side * factor / stride) * stride for side in images.shape[2:])
     return F.interpolate(images, size=(height, width), mode="bilinear", align_corners=False)
-
-
-def freeze_layers(model: nn.Module, layers: tuple[int, ...]) -> list[nn.Module]:
-    """Stop the training of `model.model[i]` for each i; must run before `prepare()`.
-
-    Returns:
-        Their BatchNorms, which must be kept in evaluation mode: a frozen layer's statistics do not move either.
-    """
-    norms = []
-    for layer in layers:
-        module = model.get_submodule(f"model.{layer}")
-        module.requires_grad_(False)
-        norms += [child for child in module.modules() if isinstance(child, _BatchNorm)]
-    return norms
 
 
 def _row(trainee: Trainee, state: TrainState, losses: Tensor, result: EvalResult | None) -> dict[str, float]:

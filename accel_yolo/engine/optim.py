@@ -1,4 +1,4 @@
-"""The optimiser and its schedule: parameter groups, and rate, momentum and accumulation as a pure function of the step."""
+"""The optimiser's groups, and its schedule: rate, momentum and accumulation as a pure function of the step."""
 
 from __future__ import annotations
 

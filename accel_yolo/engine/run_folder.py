@@ -6,6 +6,7 @@ import csv
 import io
 import math
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -53,8 +54,10 @@ def check_writable(project: Path) -> None:
         )
 
 
-def create_run_folder(project: Path, name: str, *, exist_ok: bool) -> Path:
-    """`project/name`, or the first free of name2, name3, ...; made together with its `weights`.
+def create_run_folder(project: Path, name: str, *, exist_ok: bool, subfolders: tuple[str, ...] = ("weights",)) -> Path:
+    """`project/name`, or the first free of name2, name3, ...; made together with its subfolders.
+
+    With `exist_ok` a new run takes the place of the old one: its checkpoints go, so that no resume can mix the two.
 
     Raises:
         CheckpointError: if it cannot be made.
@@ -69,7 +72,9 @@ def create_run_folder(project: Path, name: str, *, exist_ok: bool) -> Path:
             except FileExistsError:
                 folder = project / f"{name}{number}"
                 number += 1
-        (folder / "weights").mkdir(exist_ok=True)
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+        for subfolder in subfolders:
+            (folder / subfolder).mkdir(exist_ok=True)
     except OSError as error:
         raise CheckpointError(
             "the run folder cannot be written.", found=str(error), fix="choose another place with --project"

@@ -94,7 +94,11 @@ class _SyncedNormalization(torch.autograd.Function):
         ctx: Any, images: Tensor, weight: Tensor, bias: Tensor, eps: float, process_group: dist.ProcessGroup
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         mean, variance, count = _joined_statistics(images, eps, process_group, dtype=weight.dtype)
-        output = F.batch_norm(images, mean, variance, weight, bias, training=False, eps=eps)
+        output = (
+            F.batch_norm(images, mean, variance, weight, bias, training=False, eps=eps)
+            if images.numel()
+            else images.clone()
+        )
         ctx.save_for_backward(images, weight, mean, variance, count)
         ctx.eps, ctx.process_group = eps, process_group
         ctx.mark_non_differentiable(mean, variance, count)
@@ -105,9 +109,17 @@ class _SyncedNormalization(torch.autograd.Function):
         images, weight, mean, variance, count = ctx.saved_tensors
         if images.is_contiguous(memory_format=torch.channels_last) and not images.is_contiguous():
             grad_output = grad_output.contiguous(memory_format=torch.channels_last)
-        grad_input, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
-            grad_output, images, weight, mean, variance, None, None, False, ctx.eps, [True, True, True]
-        )
+        if images.numel():
+            grad_input, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
+                grad_output, images, weight, mean, variance, None, None, False, ctx.eps, [True, True, True]
+            )
+        else:
+            # The kernel divides by the number of elements.
+            grad_input, grad_weight, grad_bias = (
+                grad_output.clone(),
+                mean.new_zeros(len(mean)),
+                mean.new_zeros(len(mean)),
+            )
         # Own sums are the own share of the parameters' gradients, which DDP adds up; the input needs those of all.
         sums = torch.stack([grad_weight, grad_bias])
         dist.all_reduce(sums, group=ctx.process_group)

@@ -1,0 +1,601 @@
+"""The verb `train`: assembles data, model and optimiser around one Accelerator, then lets `engine.fit` train."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from tqdm.auto import tqdm
+
+from accel_yolo.boxes import check_image_size
+from accel_yolo.config.load import Resolved, config_from_kwargs, hyp_values, opt_values
+from accel_yolo.config.schema import TrainConfig, build_config
+from accel_yolo.data.dataset import choose_workers, train_loader, val_loader
+from accel_yolo.data.load import DataSets, load_data
+from accel_yolo.data.table import FlatTable
+from accel_yolo.engine.autobatch import measured_batch_size
+from accel_yolo.engine.callbacks import Callbacks, call
+from accel_yolo.engine.checkpoint import Checkpoint, find_checkpoint, restore_checkpoint, save_checkpoint
+from accel_yolo.engine.distributed import (
+    World,
+    check_batch_size,
+    finish,
+    launched_processes,
+    local_main_first,
+    make_accelerator,
+    on_main_process,
+    parse_device,
+    prepare,
+    synchronise_batchnorm,
+)
+from accel_yolo.engine.evaluate import class_table, evaluate, evaluation_copy, merged_copy
+from accel_yolo.engine.fit import Story, Trainee, fit, metric_columns
+from accel_yolo.engine.launch import describe_plan, error_fields, log_lines, start_processes
+from accel_yolo.engine.optim import Schedule, build_optimizer
+from accel_yolo.engine.pictures import RunPictures
+from accel_yolo.engine.resume import find_run, merge_with_saved
+from accel_yolo.engine.run_folder import append_result, check_writable, create_run_folder, write_settings
+from accel_yolo.engine.state import EarlyStopper, ModelEma, TrainState
+from accel_yolo.errors import AccelYoloError, CheckpointError, WeightsError
+from accel_yolo.metrics import EvalResult
+from accel_yolo.model.anchors import apply_anchors, fit_anchors, refuse_placeholder_anchors, scale_label_sizes
+from accel_yolo.model.detector import DetectionModel
+from accel_yolo.model.loss import DetectionLoss
+from accel_yolo.model.weights import load_model, load_weights, save_weights, transfer
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainResult:
+    """Where a run left its files and what its best weights reach.
+
+    Args:
+        save_dir: the run folder.
+        best: best weights, None if nothing was ever validated.
+        last: last weights.
+        metrics: of the best weights, keyed as in results.csv.
+    """
+
+    save_dir: Path
+    best: Path | None
+    last: Path
+    metrics: dict[str, float]
+
+
+def main(resolved: Resolved) -> int:
+    """`train` for the command line; the result is in the log."""
+    train(resolved)
+    return 0
+
+
+def run(*, callbacks: Callbacks | None = None, **options: Any) -> TrainResult:
+    """Train from Python, starting the processes when several devices are named.
+
+    Args:
+        callbacks: an object with methods of `Callbacks`; called on every process.
+        options: YOLOv5's option names: `data`, `weights`, `imgsz`, `batch_size`, `device="0,1"`, `sync_bn`, ...; and
+            `num_processes` for several on the CPU.
+
+    Raises:
+        AccelYoloError: for whatever the user can fix.
+    """
+    resolved = config_from_kwargs(**options)
+    wanted = resolved.num_processes or max(len(parse_device(resolved.config.run.device).ids), 1)
+    _, _, running, _ = launched_processes()
+    if wanted == 1 or running > 1:
+        with _environment_left_alone():
+            return train(resolved, callbacks=callbacks)
+    check_batch_size(resolved.config.data.batch_size, wanted)
+    environment = dict(os.environ)
+    # Process i takes the i-th visible device: the ids themselves are applied here.
+    request = parse_device(resolved.config.run.device)
+    if request.kind == "cuda":
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, request.ids))
+    elif request.kind == "cpu":
+        environment["ACCELERATE_USE_CPU"] = "true"
+    settings = {"config": resolved.config.to_dict(), "origins": resolved.origins}
+    settings["config"]["run"]["device"] = "cpu" if request.kind == "cpu" else ""  # type: ignore[index]
+    answer = start_processes(__name__, settings, num_processes=wanted, callbacks=callbacks, environment=environment)
+    best = Path(answer["best"]) if answer["best"] else None
+    return TrainResult(Path(answer["save_dir"]), best, Path(answer["last"]), answer["metrics"])
+
+
+def train(resolved: Resolved, *, callbacks: Callbacks | None = None) -> TrainResult:
+    """Train in this process, as one of those that a launcher (or the caller) started.
+
+    Raises:
+        AccelYoloError: for whatever the user can fix; nothing was written then.
+    """
+    _, _, processes, _ = launched_processes()
+    checkpoint = None
+    if resolved.config.run.resume:
+        folder = find_run(resolved.config.run.resume, Path(resolved.config.run.project))
+        checkpoint = find_checkpoint(folder)
+        resolved = merge_with_saved(resolved, checkpoint)
+    config = resolved.config
+    # Before any data is read or any process waits for another.
+    check_batch_size(config.data.batch_size, processes)
+    check_writable(Path(config.run.project))
+    accelerator, world = make_accelerator(
+        device=config.run.device,
+        mixed_precision=config.run.mixed_precision,
+        timeout_seconds=config.run.ddp_timeout,
+        trackers=config.run.trackers,
+        logging_dir=config.run.project,
+    )
+    try:
+        return _Training(resolved, accelerator, world, checkpoint, callbacks).run()
+    except (AccelYoloError, KeyboardInterrupt):
+        finish(accelerator, world)
+        raise
+
+
+class _Training:
+    """One run: its parts, made in the order in which they depend on each other."""
+
+    def __init__(
+        self,
+        resolved: Resolved,
+        accelerator: Accelerator,
+        world: World,
+        checkpoint: Checkpoint | None,
+        callbacks: Callbacks | None,
+    ) -> None:
+        self.config, self.origins = resolved.config, resolved.origins
+        self.accelerator, self.world = accelerator, world
+        self.checkpoint, self.callbacks = checkpoint, callbacks
+        # Without SyncBN each process keeps its own running statistics.
+        self.own_statistics = accelerator.num_processes > 1 and not self.config.model.sync_bn
+
+    def run(self) -> TrainResult:
+        config, accelerator = self.config, self.accelerator
+        self.data = self._load_data()
+        self.model = self._build_model()
+        self.image_size = self._checked_image_size()
+        self._fit_anchors()
+        self.batch_size = self._batch_size()
+        self.ema = ModelEma(self.model, decay=config.optim.ema_decay, tau=config.optim.ema_tau)
+        self._prepare()
+        state = self._restore()
+        self.folder = self._make_folder()
+        self.pictures = RunPictures(self.folder, names=self.data.names, enabled=self._draws_pictures())
+        self._announce(state)
+
+        result = fit(self.trainee, self.loader, state, self._story())
+
+        metrics = self._measure_best(result)
+        last, best = (self.folder / "weights" / f"{name}.safetensors" for name in ("last", "best"))
+        call(
+            self.callbacks,
+            "on_train_end",
+            is_main_process=accelerator.is_main_process,
+            save_dir=self.folder,
+            state=state,
+        )
+        self._conclude(state, metrics)
+        finish(accelerator, self.world)
+        return TrainResult(self.folder, best if best.exists() else None, last, metrics)
+
+    def _load_data(self) -> DataSets:
+        settings = self.config.data
+
+        def load() -> DataSets:
+            return load_data(
+                settings.source,
+                single_cls=settings.single_cls,
+                bad_images=settings.bad_images,
+                index_cache=settings.index_cache,
+            )
+
+        data = local_main_first(self.accelerator, load, name="data")
+        if self.checkpoint is not None:
+            saved = {int(label): name for label, name in self.checkpoint.state["names"].items()}
+            if saved != data.names:
+                raise CheckpointError(
+                    "the data set's classes are not those the run was started with.",
+                    found=f"{data.names} now, {saved} in {self.checkpoint.folder}",
+                    fix="resume with the same data, or start a new run with --weights",
+                )
+        return data
+
+    def _build_model(self) -> DetectionModel:
+        model_config = self.config.model
+        torch.manual_seed(self.config.run.seed)
+        names, anchors = self.data.names, model_config.anchors or None
+        if self.checkpoint is not None:
+            # The saved architecture holds the anchors that were computed then.
+            model = DetectionModel(self.checkpoint.state["model_config"])
+        elif not model_config.weights:
+            model = DetectionModel(model_config.cfg, num_classes=len(names), anchors=anchors)
+        else:
+            loaded = load_weights(model_config.weights)
+            architecture = model_config.cfg or loaded.config
+            if architecture is None:
+                raise WeightsError(
+                    "the weights file does not say which network it belongs to.",
+                    found=f"{loaded.path} without a model configuration",
+                    fix="name the model too: --cfg yolov5n (or another YAML)",
+                )
+            model = DetectionModel(architecture, num_classes=len(names), anchors=anchors)
+            # Anchors that were asked for must not be replaced by those of the weights.
+            skip = ("anchor",) if model_config.cfg or anchors else ()
+            report = transfer(model, loaded.state_dict, skip=skip)
+            logger.info("weights    %s: %s", loaded.path, report)
+        model.names = dict(names)
+        model.freeze(model_config.frozen_layers)
+        if model_config.channels_last:
+            model = model.to(memory_format=torch.channels_last)
+        return model
+
+    def _checked_image_size(self) -> int:
+        asked = self.config.data.image_size
+        stride = max(self.model.max_stride, 32)
+        size = check_image_size(asked, stride, floor=2 * stride)
+        if size != asked:
+            logger.info("--imgsz %d is no multiple of the stride %d: using %d", asked, stride, size)
+        return size
+
+    def _fit_anchors(self) -> None:
+        """Check the anchors against the boxes and compute better ones if they do not fit; the same on all processes."""
+        if self.checkpoint is not None:
+            return
+        if not self.config.model.autoanchor:
+            refuse_placeholder_anchors(self.model)
+            return
+        table = FlatTable(self.data.splits["train"].table)
+        sizes = label_sizes(table, image_size=self.image_size, seed=self.config.run.seed)
+        model = self.model
+        anchors_px = model.head.anchors.double().cpu().numpy() * np.reshape(model.head.strides, (-1, 1, 1))
+
+        def search() -> Any:
+            return fit_anchors(
+                sizes,
+                anchors=anchors_px,
+                strides=model.head.strides,
+                threshold=self.config.loss.anchor_t,
+                image_size=self.image_size,
+                seed=self.config.run.seed,
+            )
+
+        found = on_main_process(self.accelerator, search)
+        if found.changed:
+            apply_anchors(model, found.anchors)
+            logger.info(
+                "anchors    computed from the data: best possible recall %.4f, was %.4f",
+                found.after.bpr,
+                found.before.bpr,
+            )
+        else:
+            refuse_placeholder_anchors(model)
+            logger.info("anchors    kept: best possible recall %.4f", found.before.bpr)
+
+    def _batch_size(self) -> int:
+        asked = self.config.data.batch_size
+        if asked != -1:
+            return asked
+        return measured_batch_size(self.model, image_size=self.image_size, device=self.accelerator.device)
+
+    def _prepare(self) -> None:
+        config, accelerator, model = self.config, self.accelerator, self.model
+        workers = choose_workers(config.data.workers, launched_processes()[3])
+        loader = train_loader(
+            self.data.splits["train"].table,
+            image_size=self.image_size,
+            batch_size=self.batch_size,
+            stride=model.max_stride,
+            augment=config.augment,
+            seed=config.run.seed,
+            rect=config.data.rect,
+            workers=workers,
+            lenient=config.data.bad_images == "warn",
+        )
+        loss_fn = DetectionLoss(
+            config.loss,
+            strides=model.strides,
+            anchors=model.head.anchors,
+            num_classes=model.num_classes,
+            image_size=self.image_size,
+        )
+        schedule = Schedule(config.optim, config.run.epochs, len(loader), self.batch_size)
+        self.val_batch_size = 2 * self.batch_size
+        self.val_loader = val_loader(
+            self.data.splits["val"].table,
+            image_size=self.image_size,
+            batch_size=self.val_batch_size,
+            stride=model.max_stride,
+            rank=accelerator.process_index,
+            world=accelerator.num_processes,
+            workers=workers,
+            lenient=config.data.bad_images == "warn",
+        )
+        self.val_table = FlatTable(self.data.splits["val"].table)
+        if config.model.sync_bn:
+            model = synchronise_batchnorm(model, accelerator, self.world)
+        optimizer = build_optimizer(model, config.optim, batch_size=self.batch_size)
+        prepared, optimizer, self.loader = prepare(accelerator, model, optimizer, loader)
+        self.ema.module.to(accelerator.device)
+        if accelerator.num_processes > 1:
+            # DDP has just given every process rank 0's weights; the average must start from the same ones.
+            self.ema.module.load_state_dict(accelerator.unwrap_model(prepared).state_dict())
+        self.trainee = Trainee(
+            model=prepared,
+            ema=self.ema,
+            optimizer=optimizer,
+            loss_fn=loss_fn,
+            schedule=schedule,
+            accelerator=accelerator,
+            world=self.world,
+            batch_size=self.batch_size,
+            image_size=self.image_size,
+            stride=model.max_stride,
+            seed=config.run.seed,
+            multi_scale=config.data.multi_scale,
+        )
+
+    def _restore(self) -> TrainState:
+        if self.checkpoint is None:
+            return TrainState()
+        return restore_checkpoint(
+            self.checkpoint,
+            accelerator=self.accelerator,
+            model=self.accelerator.unwrap_model(self.trainee.model),
+            ema=self.ema,
+            optimizer=self.trainee.optimizer.optimizer,
+        )
+
+    def _make_folder(self) -> Path:
+        config = self.config
+
+        def make() -> Path:
+            if self.checkpoint is not None:
+                folder = self.checkpoint.folder.parents[1]
+            else:
+                folder = create_run_folder(Path(config.run.project), config.run.name, exist_ok=config.run.exist_ok)
+            files = {"opt.yaml": opt_values(config), "hyp.yaml": hyp_values(config), "config.yaml": config.to_dict()}
+            write_settings(folder, files)
+            reports = {split: report.to_dict() for split, report in self.data.reports.items()}
+            (folder / "data.json").write_text(json.dumps(reports, indent=1))
+            return folder
+
+        return on_main_process(self.accelerator, make)
+
+    def _draws_pictures(self) -> bool:
+        return self.accelerator.is_main_process and not self.config.run.noplots
+
+    def _announce(self, state: TrainState) -> None:
+        accelerator, config = self.accelerator, self.config
+        plan = describe_plan(
+            config, self.origins, accelerator=accelerator, world=self.world, schedule=self.trainee.schedule
+        )
+        parameters = sum(parameter.numel() for parameter in self.ema.module.parameters())
+        source = config.model.weights or "from scratch"
+        log_lines(
+            [
+                *plan,
+                f"model      {config.model.cfg or 'of the weights'}, {source}, {parameters:,} parameters,"
+                f" {self.image_size} px",
+                f"data       {self.data.path}: {len(self.data.names)} classes ({', '.join(self.data.names.values())})",
+                f"run folder {self.folder}" + (f", resumed at epoch {state.epoch}" if self.checkpoint else ""),
+            ]
+        )
+        if config.run.trackers:
+            accelerator.init_trackers("accel_yolo", config=_flat(config))
+        self.pictures.labels(FlatTable(self.data.splits["train"].table))
+        call(
+            self.callbacks,
+            "on_train_start",
+            is_main_process=accelerator.is_main_process,
+            save_dir=self.folder,
+            state=state,
+        )
+
+    def _story(self) -> Story:
+        config = self.config
+        return Story(
+            evaluate=self._evaluate_average,
+            save=self._save,
+            record=self._record,
+            progress=self._progress,
+            epochs=config.run.epochs,
+            stopper=EarlyStopper(config.run.patience),
+            validate_every_epoch=not config.run.noval,
+            save_every_epoch=not config.run.nosave,
+            callbacks=self.callbacks,
+        )
+
+    def _evaluate_average(self) -> EvalResult:
+        model = evaluation_copy(self.ema.module, self.accelerator, per_process_statistics=self.own_statistics)
+        return self._evaluate(model)
+
+    def _evaluate(self, model: DetectionModel) -> EvalResult:
+        return evaluate(
+            model,
+            self.val_loader,
+            table=self.val_table,
+            names=self.data.names,
+            config=self.config.eval,
+            accelerator=self.accelerator,
+            global_batch_size=self.val_batch_size,
+            loss_fn=self.trainee.loss_fn,
+            agnostic=self.config.data.single_cls,
+        )
+
+    def _save(self, state: TrainState, is_best: bool, is_last: bool) -> None:
+        folder, accelerator = self.folder, self.accelerator
+        average = merged_copy(self.ema.module, accelerator, per_process_statistics=self.own_statistics)
+        epoch = state.epoch - 1
+        names = ["last"]
+        if is_best or (is_last and state.best_epoch < 0):
+            names.append("best")
+        if self.config.run.save_period > 0 and epoch % self.config.run.save_period == 0:
+            names.append(f"epoch{epoch}")
+        facts = {"epoch": epoch, "image_size": self.image_size, "fitness": state.best_fitness}
+
+        def write() -> None:
+            for name in names:
+                save_weights(folder / "weights" / f"{name}.safetensors", average, facts)
+
+        on_main_process(accelerator, write)
+        save_checkpoint(
+            folder,
+            accelerator=accelerator,
+            model=accelerator.unwrap_model(self.trainee.model),
+            ema=self.ema,
+            optimizer=self.trainee.optimizer.optimizer,
+            state=state,
+            settings={
+                "config": self.config.to_dict(),
+                "model_config": average.config,
+                "names": self.data.names,
+                "num_processes": accelerator.num_processes,
+                "batch_size": self.batch_size,
+            },
+            per_process_statistics=self.own_statistics,
+        )
+        for name in names:
+            call(
+                self.callbacks,
+                "on_save",
+                is_main_process=accelerator.is_main_process,
+                path=folder / "weights" / f"{name}.safetensors",
+                state=state,
+            )
+
+    def _record(self, row: dict[str, float]) -> None:
+        on_main_process(self.accelerator, lambda: append_result(self.folder / "results.csv", row))
+        logger.info("%s", epoch_line(row, self.config.run.epochs))
+        if self.config.run.trackers:
+            values = {name: value for name, value in row.items() if name != "epoch" and math.isfinite(value)}
+            self.accelerator.log(values, step=int(row["epoch"]))
+
+    def _progress(self, loader: Any, state: TrainState) -> Any:
+        bar = tqdm(
+            loader,
+            desc=f"epoch {state.epoch + 1}/{self.config.run.epochs}",
+            unit="step",
+            leave=False,
+            dynamic_ncols=True,
+            disable=not self.accelerator.is_main_process or not sys.stderr.isatty(),
+        )
+        return self.pictures.first_batches(bar, wanted=state.epoch == 0)
+
+    def _measure_best(self, result: EvalResult | None) -> dict[str, float]:
+        """Measure the saved best weights as a fresh process would, and draw what was found."""
+        best = self.folder / "weights" / "best.safetensors"
+        if not best.exists():
+            return metric_columns(result) if result is not None else {}
+        model = load_model(best).to(self.accelerator.device)
+        if self.config.model.channels_last:
+            model = model.to(memory_format=torch.channels_last)
+        model.fuse()
+        measured = self._evaluate(model)
+        log_lines(class_table(measured))
+        if self._draws_pictures():
+            self.pictures.validation(measured, self.folder / "results.csv")
+            self.pictures.val_batches(model, self.val_loader, self.accelerator, self.config.eval)
+        return metric_columns(measured)
+
+    def _conclude(self, state: TrainState, metrics: dict[str, float]) -> None:
+        if metrics:
+            logger.info(
+                "best epoch %d: mAP50 %.3f, mAP50-95 %.3f (COCO); %.3f, %.3f (YOLO-style); conf %g, IoU %g,"
+                " max %d per image",
+                state.best_epoch + 1,
+                metrics["metrics/mAP_0.5"],
+                metrics["metrics/mAP_0.5:0.95"],
+                metrics["yolo/mAP_0.5"],
+                metrics["yolo/mAP_0.5:0.95"],
+                self.config.eval.conf_thres,
+                self.config.eval.iou_thres,
+                self.config.eval.max_det,
+            )
+        logger.info("results in %s", self.folder)
+
+
+def label_sizes(table: FlatTable, *, image_size: int, seed: int) -> np.ndarray:
+    """(N, 2) width and height px of all objects that train, in images whose longer side is `image_size`."""
+    rows = np.repeat(np.arange(len(table)), np.diff(table.offsets))
+    kept = ~table.ignore
+    sides = table.boxes[kept, 2:] - table.boxes[kept, :2]
+    return scale_label_sizes(sides, table.sizes_hw[:, ::-1], rows[kept], image_size=image_size, seed=seed)
+
+
+def epoch_line(row: dict[str, float], epochs: int) -> str:
+    """The one line that an epoch leaves in the log."""
+    line = (
+        f"epoch {int(row['epoch']) + 1}/{epochs}  box {row['train/box_loss']:.4f}  obj {row['train/obj_loss']:.4f}"
+        f"  cls {row['train/cls_loss']:.4f}"
+    )
+    if "metrics/mAP_0.5" in row:
+        line += (
+            f"  P {row['metrics/precision']:.3f}  R {row['metrics/recall']:.3f}  mAP50 {row['metrics/mAP_0.5']:.3f}"
+            f"  mAP50-95 {row['metrics/mAP_0.5:0.95']:.3f}"
+        )
+    return line + f"  {row['time/train']:.1f} + {row['time/val']:.1f} s, {row['time/images_per_second']:.0f} images/s"
+
+
+def _flat(config: TrainConfig) -> dict[str, Any]:
+    return {
+        f"{part}.{name}": value if isinstance(value, (int, float, str, bool)) else str(value)
+        for part, values in config.to_dict().items()
+        for name, value in values.items()
+    }
+
+
+@contextlib.contextmanager
+def _environment_left_alone() -> Iterator[None]:
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _worker(folder: Path) -> int:
+    """One process of `run()`: settings in, and from rank 0 the result out."""
+    settings = json.loads((folder / "settings.json").read_text())
+    resolved = Resolved(config=build_config(settings["config"]), origins=settings["origins"])
+    callbacks = None
+    if (folder / "callbacks.pkl").exists():
+        import cloudpickle
+
+        # Written a moment ago by the process that started this one.
+        callbacks = cloudpickle.loads((folder / "callbacks.pkl").read_bytes())
+    is_main = launched_processes()[0] == 0
+    try:
+        result = train(resolved, callbacks=callbacks)
+    except AccelYoloError as error:
+        # Each process for itself: the launcher ends the others as soon as one has left.
+        (folder / f"error-{launched_processes()[0]}.json").write_text(json.dumps(error_fields(error)))
+        return 2
+    if is_main:
+        answer = {
+            "save_dir": str(result.save_dir),
+            "best": str(result.best) if result.best else None,
+            "last": str(result.last),
+            "metrics": result.metrics,
+        }
+        (folder / "result.json").write_text(json.dumps(answer))
+    return 0
+
+
+if __name__ == "__main__":
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    main_worker: Callable[[Path], int] = record(_worker)
+    sys.exit(main_worker(Path(sys.argv[1])))
