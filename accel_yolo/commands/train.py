@@ -344,6 +344,7 @@ class _Training:
             stride=model.max_stride,
             seed=config.run.seed,
             multi_scale=config.data.multi_scale,
+            channels_last=config.model.channels_last,
         )
 
     def _restore(self) -> TrainState:

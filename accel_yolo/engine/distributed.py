@@ -245,7 +245,7 @@ def make_accelerator(
 
 
 def prepare(accelerator: Accelerator, *objects: Any) -> Any:
-    """`accelerator.prepare`, without a warning that torch gives for what Accelerate passes on and users cannot change."""
+    """`accelerator.prepare`, without a warning of torch's about what Accelerate passes on and users cannot change."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
         return accelerator.prepare(*objects)
@@ -262,9 +262,7 @@ def finish(accelerator: Accelerator, world: World) -> None:
 
 
 def synchronise_batchnorm(model: nn.Module, accelerator: Accelerator, world: World) -> nn.Module:
-    """`model` with BatchNorm over all processes; unchanged if there is only one."""
-    if world.side_group is None:
-        return model
+    """`model` with BatchNorm over all processes; a process that is alone computes the same numbers as several would."""
     return convert_sync_batchnorm(model, world.side_group, device_type=accelerator.device.type)
 
 

@@ -57,6 +57,7 @@ class Trainee:
     stride: int
     seed: int = 0
     multi_scale: bool = False
+    channels_last: bool = True
 
 
 @dataclass(slots=True)
@@ -159,7 +160,7 @@ def train_step(batch: Batch, trainee: Trainee, state: TrainState) -> Losses:
     plan = trainee.schedule.at(state.micro_step)
     plan.apply(optimizer)
     is_update = state.micro_step - state.last_update >= plan.accumulate
-    images = to_float(batch.images)
+    images = to_float(batch.images, channels_last=trainee.channels_last)
     if trainee.multi_scale:
         images = resize_images(
             images, multi_scale_size(trainee.seed, state.micro_step, trainee.image_size, trainee.stride), trainee.stride
@@ -192,10 +193,11 @@ def train_step(batch: Batch, trainee: Trainee, state: TrainState) -> Losses:
     return losses.detach()
 
 
-def to_float(images: Tensor) -> Tensor:
-    """Loader images (B, H, W, 3) uint8 -> (B, 3, H, W) float32 in [0, 1], without a copy of the layout."""
+def to_float(images: Tensor, *, channels_last: bool = True) -> Tensor:
+    """Loader images (B, H, W, 3) uint8 -> (B, 3, H, W) float32 in [0, 1]; the network keeps their memory layout."""
     # The permuted view of NHWC memory is what torch calls channels_last.
-    return images.permute(0, 3, 1, 2).float().div_(255)
+    floats = images.permute(0, 3, 1, 2).float().div_(255)
+    return floats if channels_last else floats.contiguous()
 
 
 def resize_images(images: Tensor, size: int, stride: int) -> Tensor:

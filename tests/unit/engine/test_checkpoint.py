@@ -39,7 +39,13 @@ def _train(model, ema, optimizer, state, steps):
 def _save(folder, objects, state):
     model, ema, optimizer = objects
     save_checkpoint(
-        folder, accelerator=ALONE, model=model, ema=ema, optimizer=optimizer, state=state, settings={"names": {}},
+        folder,
+        accelerator=ALONE,
+        model=model,
+        ema=ema,
+        optimizer=optimizer,
+        state=state,
+        settings={"names": {}},
         per_process_statistics=False,
     )
 

@@ -12,7 +12,9 @@ def _model():
     return nn.Sequential(nn.Conv2d(3, 4, 1, bias=False), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1))
 
 
-@pytest.mark.parametrize(("name", "kind"), [("SGD", torch.optim.SGD), ("Adam", torch.optim.Adam), ("AdamW", torch.optim.AdamW)])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("SGD", torch.optim.SGD), ("Adam", torch.optim.Adam), ("AdamW", torch.optim.AdamW)]
+)
 def test_groups_hold_every_parameter_once_and_only_weights_decay(name, kind):
     model = _model()
     optimizer = build_optimizer(model, OptimConfig(optimizer=name), batch_size=64)

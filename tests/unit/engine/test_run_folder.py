@@ -1,7 +1,5 @@
 """Names of run folders and the rows of results.csv."""
 
-import os
-
 import pytest
 
 from accel_yolo.engine.run_folder import COLUMNS, append_result, check_writable, create_run_folder, read_results
@@ -44,4 +42,4 @@ def test_a_file_in_the_way_is_named(tmp_path):
     with pytest.raises(CheckpointError) as caught:
         check_writable(tmp_path / "runs" / "train")
     assert str(tmp_path / "runs") in caught.value.found
-    assert os.listdir(tmp_path) == ["runs"]
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
