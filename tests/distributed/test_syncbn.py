@@ -22,7 +22,7 @@ weight = torch.randn(sum(shares), 5, 6, 7, dtype=dtype)
 first = sum(shares[:rank]); part = slice(first, first + shares[rank])
 tolerance = {tolerance}
 for step in range(3):
-    whole_in = images.double().requires_grad_(); own_in = images[part].clone().requires_grad_()
+    whole_in = images.double().clone().requires_grad_(); own_in = images[part].clone().requires_grad_()
     whole_out = plain(whole_in); own_out = synced(own_in)
     (whole_out * weight.double()).sum().backward(); (own_out * weight[part]).sum().backward()
     def near(name, found, wanted):
