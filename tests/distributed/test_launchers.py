@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from tests.distributed.conftest import REPOSITORY, clean_environment, run_command  # noqa: F401
+from tests.processes import REPOSITORY, run_command
 
 TINY = "source: shapes\nnum_train: 16\nnum_val: 6\nimage_size: 64\nseed: 0\n"
 FLAGS = [
