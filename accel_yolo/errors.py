@@ -1,5 +1,7 @@
 """The exceptions that a user can meet. Each says what is wrong, what was found, and how to fix it."""
 
+from collections.abc import Mapping
+
 
 class AccelYoloError(Exception):
     """An error that its reader can fix; the command line prints it and exits with code 2.
@@ -48,6 +50,18 @@ class LaunchError(AccelYoloError):
 
 def _rebuild(kind: type[AccelYoloError], what: str, found: str, fix: str) -> AccelYoloError:
     return kind(what, found=found, fix=fix)
+
+
+def error_fields(error: AccelYoloError) -> dict[str, str]:
+    """An error as JSON-ready fields, for another process; `rebuilt_error` is the reverse."""
+    kind = next(cls.__name__ for cls in type(error).__mro__ if not cls.__name__.startswith("_"))
+    return {"kind": kind, "what": error.what, "found": error.found, "fix": error.fix}
+
+
+def rebuilt_error(fields: Mapping[str, str]) -> AccelYoloError:
+    """The error that `error_fields` took apart, of its own class where that is known."""
+    kinds = {kind.__name__: kind for kind in AccelYoloError.__subclasses__()}
+    return kinds.get(fields["kind"], AccelYoloError)(fields["what"], found=fields["found"], fix=fields["fix"])
 
 
 def did_you_mean(name: str, known: list[str] | tuple[str, ...]) -> str:

@@ -21,7 +21,7 @@ class SampleKey(NamedTuple):
     # Position in the epoch's global order, the completed last batch included: two draws of one row never share it.
     place: int
     # Row of the table.
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
     # (height, width) fed to the network when batches are rectangular; None means the square image size.
     input_size: tuple[int, int] | None = None
 

@@ -29,6 +29,7 @@ from accel_yolo.engine.checkpoint import Checkpoint, find_checkpoint, restore_ch
 from accel_yolo.engine.distributed import (
     World,
     check_batch_size,
+    configure_logging,
     finish,
     launched_processes,
     local_main_first,
@@ -40,13 +41,13 @@ from accel_yolo.engine.distributed import (
 )
 from accel_yolo.engine.evaluate import class_table, evaluate, evaluation_copy, merged_copy
 from accel_yolo.engine.fit import Story, Trainee, fit, metric_columns
-from accel_yolo.engine.launch import describe_plan, error_fields, log_lines, start_processes
+from accel_yolo.engine.launch import describe_plan, log_lines, start_processes
 from accel_yolo.engine.optim import Schedule, build_optimizer
 from accel_yolo.engine.pictures import RunPictures
 from accel_yolo.engine.resume import find_run, merge_with_saved
 from accel_yolo.engine.run_folder import append_result, check_writable, create_run_folder, write_settings
 from accel_yolo.engine.state import EarlyStopper, ModelEma, TrainState
-from accel_yolo.errors import AccelYoloError, CheckpointError, WeightsError
+from accel_yolo.errors import AccelYoloError, CheckpointError, WeightsError, error_fields
 from accel_yolo.metrics import EvalResult
 from accel_yolo.model.anchors import apply_anchors, fit_anchors, refuse_placeholder_anchors, scale_label_sizes
 from accel_yolo.model.detector import DetectionModel
@@ -120,7 +121,8 @@ def train(resolved: Resolved, *, callbacks: Callbacks | None = None) -> TrainRes
     Raises:
         AccelYoloError: for whatever the user can fix; nothing was written then.
     """
-    _, _, processes, _ = launched_processes()
+    rank, _, processes, _ = launched_processes()
+    configure_logging(rank == 0)
     checkpoint = None
     if resolved.config.run.resume:
         folder = find_run(resolved.config.run.resume, Path(resolved.config.run.project))

@@ -31,7 +31,7 @@ class _Faults:
         if isinstance(value, bool) or not isinstance(value, kind):
             word = "an integer" if integer else "a number"
             self.messages.append(f"{self.part}.{name} is {value!r} ({type(value).__name__}), must be {word}")
-        elif not math.isfinite(value) or not low <= value <= high:  # type: ignore[arg-type,operator]
+        elif not math.isfinite(value) or not low <= value <= high:
             span = f"in [{low:g}, {high:g}]" if high != math.inf else f"at least {low:g}"
             self.messages.append(f"{self.part}.{name} is {value!r}, must be {span}")
 

@@ -149,7 +149,7 @@ def restore_checkpoint(
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
     """The optimiser's state as flat tensors, keyed `<parameter name>|<state name>`."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     return {
         f"{names[parameter]}|{key}": torch.as_tensor(value).detach().cpu().contiguous()
         for parameter, values in optimizer.state.items()

@@ -5,6 +5,7 @@ Nothing else in the package creates process groups, reads launcher variables or 
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import pickle
@@ -33,12 +34,13 @@ from accelerate.utils import (
 from torch import Tensor, nn
 
 from accel_yolo.engine.syncbn import convert_sync_batchnorm
-from accel_yolo.errors import ConfigError, LaunchError
+from accel_yolo.errors import AccelYoloError, ConfigError, LaunchError, error_fields, rebuilt_error
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_DONE = "done"
 _TRUE = ("1", "t", "true", "y", "yes", "on")
 
 # What an `accelerate config` file may ask for and this trainer cannot do, with the reason.
@@ -267,13 +269,14 @@ def synchronise_batchnorm(model: nn.Module, accelerator: Accelerator, world: Wor
 
 
 class PendingSum:
-    """A sum over all processes that is under way; `result()` waits for it."""
+    """A sum over all processes that is under way on `device`; `result()` waits for it."""
 
-    def __init__(self, tensor: Tensor, world: World) -> None:
+    def __init__(self, tensor: Tensor, world: World, *, device: torch.device) -> None:
         self._tensor = tensor
         self._work = None
         if world.side_group is not None:
-            self._work = dist.all_reduce(tensor, group=world.side_group, async_op=True)
+            self._tensor = tensor.to(device)
+            self._work = dist.all_reduce(self._tensor, group=world.side_group, async_op=True)
 
     def result(self) -> Tensor:
         if self._work is not None:
@@ -281,9 +284,9 @@ class PendingSum:
         return self._tensor
 
 
-def sum_over_processes(tensor: Tensor, world: World) -> Tensor:
-    """The element-wise sum of every process's `tensor` (changed in place)."""
-    return PendingSum(tensor, world).result()
+def sum_over_processes(tensor: Tensor, world: World, *, device: torch.device) -> Tensor:
+    """The element-wise sum of every process's `tensor`, which may be changed in place."""
+    return PendingSum(tensor, world, device=device).result()
 
 
 def gather_payloads(accelerator: Accelerator, payload: T) -> list[T]:
@@ -318,7 +321,7 @@ def local_main_first(accelerator: Accelerator, work: Callable[[], T], *, name: s
     The others poll a key instead of waiting in a collective, so `work` may take longer than the group's timeout.
 
     Raises:
-        whatever `work` raises, on every process of the machine.
+        AccelYoloError: if `work` does, on every process of the machine.
     """
     if accelerator.num_processes == 1:
         return work()
@@ -328,17 +331,17 @@ def local_main_first(accelerator: Accelerator, work: Callable[[], T], *, name: s
     if accelerator.is_local_main_process:
         try:
             result = work()
-        except Exception as error:
-            store.set(key, b"\x00" + pickle.dumps(_sendable(error)))
+        except AccelYoloError as error:
+            store.set(key, json.dumps(error_fields(error)))
             raise
-        store.set(key, b"\x01")
+        # A bug is not told to the others: this process dies of it, and the launcher ends them.
+        store.set(key, _DONE)
         return result
     while not store.check([key]):
         time.sleep(0.05)
-    answer = store.get(key)
-    if answer[:1] == b"\x00":
-        # Written a moment ago by a process of this very run: not foreign data.
-        raise pickle.loads(answer[1:])
+    answer = store.get(key).decode()
+    if answer != _DONE:
+        raise rebuilt_error(json.loads(answer))
     return work()
 
 
@@ -353,7 +356,7 @@ def configure_logging(is_main_process: bool) -> None:
         package.propagate = False
 
 
-class _CurrentStdout(logging.StreamHandler):  # type: ignore[type-arg]
+class _CurrentStdout(logging.StreamHandler):
     """Writes to whatever `sys.stdout` is at that moment: notebooks and tests replace it."""
 
     def __init__(self) -> None:

@@ -181,7 +181,7 @@ def _add_batch(
     with accelerator.autocast():
         decoded, maps = (model.forward_augmented(images), None) if augment else model(images)
     if loss_fn is not None and maps is not None:
-        assignment = loss_fn.assign(batch.targets, batch_size=len(batch), image_hw=tuple(images.shape[2:]))
+        assignment = loss_fn.assign(batch.targets, batch_size=len(batch), image_hw=(images.shape[2], images.shape[3]))
         global_batch = batch.keys[0].place // global_batch_size
         sums = loss_fn.level_sums([level.float() for level in maps], assignment)
         share.losses[global_batch] = sums.cpu().numpy(), assignment.counts.cpu().numpy()

@@ -134,7 +134,9 @@ def train_epoch(trainee: Trainee, loader: Any, state: TrainState, story: Story) 
     # A prepared loader keeps an epoch count of its own, from zero; this sets it and the sampler's.
     loader.set_epoch(state.epoch)
     trainee.optimizer.zero_grad()
-    total = torch.zeros(3, device=accelerator.device, dtype=torch.float64)
+    # Apple's devices have no float64.
+    precise = torch.float32 if accelerator.device.type == "mps" else torch.float64
+    total = torch.zeros(3, device=accelerator.device, dtype=precise)
     bar = story.progress(loader, state)
     shown_at = time.perf_counter()
     for step, batch in enumerate(bar, start=1):
@@ -147,7 +149,7 @@ def train_epoch(trainee: Trainee, loader: Any, state: TrainState, story: Story) 
             shown_at = time.perf_counter()
             box, objectness, classification = (total * accelerator.num_processes / step).tolist()
             bar.set_postfix_str(f"box {box:.4f}, obj {objectness:.4f}, cls {classification:.4f}")
-    return sum_over_processes(total, trainee.world) / max(len(loader), 1)
+    return sum_over_processes(total, trainee.world, device=accelerator.device) / max(len(loader), 1)
 
 
 def train_step(batch: Batch, trainee: Trainee, state: TrainState) -> Losses:
@@ -165,9 +167,11 @@ def train_step(batch: Batch, trainee: Trainee, state: TrainState) -> Losses:
         images = resize_images(
             images, multi_scale_size(trainee.seed, state.micro_step, trainee.image_size, trainee.stride), trainee.stride
         )
-    assignment = trainee.loss_fn.assign(batch.targets, batch_size=len(batch), image_hw=tuple(images.shape[2:]))
+    assignment = trainee.loss_fn.assign(
+        batch.targets, batch_size=len(batch), image_hw=(images.shape[2], images.shape[3])
+    )
     # The divisors depend on targets and grids alone, so their exchange runs beside the forward pass.
-    counts = PendingSum(assignment.counts.to(accelerator.device), trainee.world)
+    counts = PendingSum(assignment.counts, trainee.world, device=accelerator.device)
 
     with nullcontext() if is_update else accelerator.no_sync(model):
         with accelerator.autocast():

@@ -19,7 +19,7 @@ import torch
 from accel_yolo.config.schema import TrainConfig
 from accel_yolo.engine.distributed import World, gather_payloads
 from accel_yolo.engine.optim import Schedule
-from accel_yolo.errors import AccelYoloError, LaunchError
+from accel_yolo.errors import LaunchError, rebuilt_error
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -111,18 +111,6 @@ def start_processes(
                 fix="see the last lines above; the same settings with one process often show more",
             )
         return json.loads(result.read_text())
-
-
-def error_fields(error: AccelYoloError) -> dict[str, str]:
-    """An error as JSON-ready fields; `rebuilt_error` is the reverse."""
-    return {"what": error.what, "found": error.found, "fix": error.fix, "kind": type(error).__name__}
-
-
-def rebuilt_error(fields: Mapping[str, str]) -> AccelYoloError:
-    """The error that `error_fields` took apart; of its own class where that is known."""
-    kinds = {kind.__name__: kind for kind in AccelYoloError.__subclasses__()}
-    kind = kinds.get(fields["kind"], AccelYoloError)
-    return kind(fields["what"], found=fields["found"], fix=fields["fix"])
 
 
 def log_lines(lines: Sequence[str]) -> None:

@@ -4,7 +4,16 @@ import pickle
 
 import pytest
 
-from accel_yolo.errors import AccelYoloError, CheckpointError, ConfigError, DataError, LaunchError, did_you_mean
+from accel_yolo.errors import (
+    AccelYoloError,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    LaunchError,
+    did_you_mean,
+    error_fields,
+    rebuilt_error,
+)
 
 
 def test_an_error_prints_its_kind_what_was_found_and_the_fix_on_three_lines():
@@ -38,3 +47,10 @@ def test_a_near_word_is_suggested():
 
 def test_without_a_near_word_all_known_ones_are_listed():
     assert did_you_mean("zzz", ["epochs", "seed"]) == "known are: epochs, seed"
+
+
+def test_an_error_crosses_to_another_process_as_what_it_was():
+    error = DataError("a.", found="b", fix="c")
+    assert type(rebuilt_error(error_fields(error))) is DataError
+    assert str(rebuilt_error(error_fields(error))) == str(error)
+    assert type(rebuilt_error({**error_fields(error), "kind": "Unknown"})) is AccelYoloError

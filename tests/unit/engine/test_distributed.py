@@ -182,7 +182,7 @@ def test_the_timeout_is_passed_on_even_where_it_equals_accelerates_default():
 def test_alone_every_exchange_is_the_value_itself():
     accelerator, _ = make_accelerator(device="cpu")
     world = World("test", "none", True, None, 1.0, "default")
-    assert torch.equal(PendingSum(torch.ones(3), world).result(), torch.ones(3))
+    assert torch.equal(PendingSum(torch.ones(3), world, device=accelerator.device).result(), torch.ones(3))
     assert on_main_process(accelerator, lambda: 7) == 7
     assert local_main_first(accelerator, lambda: 8, name="x") == 8
     with pytest.raises(DataError, match="bad"):

@@ -1,21 +1,23 @@
 """The start-up block says who set what; and errors and results of started processes come back."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from accel_yolo.config.load import config_from_kwargs
 from accel_yolo.engine import launch
-from accel_yolo.engine.distributed import World, make_accelerator
-from accel_yolo.engine.launch import describe_plan, error_fields, rebuilt_error, start_processes
+from accel_yolo.engine.distributed import World
+from accel_yolo.engine.launch import describe_plan, start_processes
 from accel_yolo.engine.optim import Schedule
-from accel_yolo.errors import AccelYoloError, DataError, LaunchError
+from accel_yolo.errors import DataError, LaunchError, error_fields
 
 
 def _plan(monkeypatch, *, processes=1, **options):
     resolved = config_from_kwargs(data="d.yaml", **options)
-    accelerator, world = make_accelerator(device="cpu")
+    accelerator = SimpleNamespace(num_processes=processes, mixed_precision="no", device=torch.device("cpu"))
+    world = World("plain python", "none", True, None, 1800.0, "default")
     monkeypatch.setattr(launch, "gather_payloads", lambda _, name: [name] * processes)
-    monkeypatch.setattr(type(accelerator), "num_processes", processes)
     if processes > 1:
         world = World("torchrun", "gloo", True, None, 1800.0, "default")
     schedule = Schedule(resolved.config.optim, 100, 10, resolved.config.data.batch_size)
@@ -38,12 +40,6 @@ def test_few_images_per_process_without_syncbn_get_a_hint(monkeypatch):
     assert "BatchNorm  per process, merged for validation and saving (default)" in plan
     assert "hint       4 images per process" in plan
     assert "hint" not in _plan(monkeypatch, processes=4, batch_size=16, sync_bn=True)
-
-
-def test_an_error_comes_back_as_what_it_was():
-    error = DataError("a.", found="b", fix="c")
-    assert str(rebuilt_error(error_fields(error))) == str(error)
-    assert isinstance(rebuilt_error({**error_fields(error), "kind": "Unknown"}), AccelYoloError)
 
 
 def _module(tmp_path, monkeypatch, code):
