@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import os
 
+from accel_yolo.version import package_version
+
 # Public name -> the module and the name in it. Loading here would make `accel-yolo --help` wait for torch.
 _HOMES = {
     "AccelYoloError": ("accel_yolo.errors", "AccelYoloError"),
@@ -27,7 +29,7 @@ __all__ = ["__version__", *_HOMES]  # noqa: PLE0604, RUF100
 
 def __getattr__(name: str) -> object:
     if name == "__version__":
-        value: object = _version()
+        value: object = package_version()
     elif name in _HOMES:
         module, attribute = _HOMES[name]
         # OpenCV changes LD_LIBRARY_PATH when it is imported; whoever imports us keeps the environment they had.
@@ -44,12 +46,3 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-def _version() -> str:
-    from importlib import metadata
-
-    try:
-        return metadata.version("accel-yolo")
-    except metadata.PackageNotFoundError:
-        return "0+uninstalled"

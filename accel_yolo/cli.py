@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: words after the program's name; None = those of this process.
 
     Returns:
-        0 done; 2 the user can fix it; 75 stopped by a signal after saving; 130 interrupted at the keyboard. Any other
+        0 done; 2 the user can fix it; 130 interrupted at the keyboard. Any other
         exception is a bug of ours and passes through.
     """
     words = list(sys.argv[1:] if argv is None else argv)

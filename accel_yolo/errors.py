@@ -44,6 +44,10 @@ class CheckpointError(AccelYoloError):
     """A run folder or a checkpoint in it."""
 
 
+class TrainingError(AccelYoloError):
+    """Something that went wrong with the numbers while training."""
+
+
 class LaunchError(AccelYoloError):
     """The way in which the processes were started."""
 

@@ -141,9 +141,8 @@ class EvalResult:
 
     @property
     def fitness(self) -> float:
-        """What the best model is chosen by: 0.1 mAP50 + 0.9 mAP50-95, and 0 where they are undefined."""
-        fitness = 0.1 * self.map50 + 0.9 * self.map50_95
-        return 0.0 if math.isnan(fitness) else fitness
+        """What the best model is chosen by: 0.1 mAP50 + 0.9 mAP50-95; NaN where they are undefined."""
+        return 0.1 * self.map50 + 0.9 * self.map50_95
 
     def to_dict(self) -> dict[str, Any]:
         """Built-in types ready for JSON, without the curves; NaN becomes None, which JSON can say."""

@@ -111,8 +111,7 @@ class Batch:
     """This rank's part of one global batch.
 
     Args:
-        images: (B, H, W, 3) uint8, RGB: the layout that is cheapest to collate and to copy. `to_float` in
-            engine/fit.py makes the (B, 3, H, W) view on the device.
+        images: (B, H, W, 3) uint8, RGB: the layout that is cheapest to collate and to copy; see `floats`.
         targets: objects of these images.
         keys: B keys.
         letterboxes: B entries, None for mixed images.
@@ -125,6 +124,12 @@ class Batch:
 
     def __len__(self) -> int:
         return len(self.keys)
+
+    def floats(self, *, channels_last: bool = True) -> Tensor:
+        """The images as (B, 3, H, W) float32 in [0, 1]; the network keeps their memory layout."""
+        # The permuted view of NHWC memory is what torch calls channels_last.
+        images = self.images.permute(0, 3, 1, 2).float().div_(255)
+        return images if channels_last else images.contiguous()
 
     def to(self, device: Any, non_blocking: bool = False) -> Batch:
         """The batch with its images on `device`; Accelerate's loaders call this.

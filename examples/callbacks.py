@@ -12,7 +12,7 @@ class EpochPrinter(Callbacks):
     def on_epoch_end(self, *, values: dict[str, float], state: TrainState) -> None:
         # `values` has the columns of results.csv. Epochs count from 0, and the metrics are absent under --noval.
         found = values.get("metrics/mAP_0.5:0.95", float("nan"))
-        print(f"epoch {values['epoch']}: mAP50-95 {found:.3f}, best epoch {state.best_epoch}")  # noqa: T201
+        print(f"epoch {values['epoch']}: mAP50-95 {found:.3f}, best epoch {state.best_epoch}")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,6 @@ from accel_yolo import run
 if __name__ == "__main__":
     # Options have the names of the flags. Without `data` the demo set is trained by its own recipe.
     result = run(epochs=3, name="from_python", noplots=True)
-    print("best weights:", result.best)  # noqa: T201
+    print("best weights:", result.best)
     for name, value in result.metrics.items():
-        print(f"{name:24} {value:.4f}")  # noqa: T201
+        print(f"{name:24} {value:.4f}")

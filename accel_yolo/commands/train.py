@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import logging
 import math
@@ -18,11 +19,12 @@ import torch
 from tqdm.auto import tqdm
 
 from accel_yolo.boxes import check_image_size
-from accel_yolo.config.load import Resolved, config_from_kwargs, hyp_values, opt_values
+from accel_yolo.config.load import Resolved, config_from_kwargs, find_config, hyp_values, opt_values
 from accel_yolo.config.schema import TrainConfig, build_config
 from accel_yolo.data.dataset import choose_workers, train_loader, val_loader
 from accel_yolo.data.load import DataSets, load_data
 from accel_yolo.data.table import FlatTable
+from accel_yolo.data.workers import die_with_parent
 from accel_yolo.engine.autobatch import measured_batch_size
 from accel_yolo.engine.callbacks import Callbacks, call
 from accel_yolo.engine.checkpoint import Checkpoint, find_checkpoint, restore_checkpoint, save_checkpoint
@@ -39,20 +41,39 @@ from accel_yolo.engine.distributed import (
     prepare,
     synchronise_batchnorm,
 )
-from accel_yolo.engine.evaluate import class_table, evaluate, evaluation_copy, merged_copy
+from accel_yolo.engine.evaluate import class_table, evaluate, merged_copy
 from accel_yolo.engine.fit import Story, Trainee, fit, metric_columns
 from accel_yolo.engine.launch import describe_plan, log_lines, start_processes
 from accel_yolo.engine.optim import Schedule, build_optimizer
 from accel_yolo.engine.pictures import RunPictures
 from accel_yolo.engine.resume import find_run, merge_with_saved
-from accel_yolo.engine.run_folder import append_result, check_writable, create_run_folder, write_settings
+from accel_yolo.engine.run_folder import (
+    append_result,
+    check_writable,
+    clear_former_run,
+    create_run_folder,
+    write_settings,
+)
 from accel_yolo.engine.state import EarlyStopper, ModelEma, TrainState
-from accel_yolo.errors import AccelYoloError, CheckpointError, WeightsError, error_fields
+from accel_yolo.errors import (
+    AccelYoloError,
+    CheckpointError,
+    ConfigError,
+    LaunchError,
+    WeightsError,
+    error_fields,
+)
 from accel_yolo.metrics import EvalResult
-from accel_yolo.model.anchors import apply_anchors, fit_anchors, refuse_placeholder_anchors, scale_label_sizes
+from accel_yolo.model.anchors import (
+    AnchorResult,
+    apply_anchors,
+    fit_anchors,
+    refuse_placeholder_anchors,
+    scale_label_sizes,
+)
 from accel_yolo.model.detector import DetectionModel
 from accel_yolo.model.loss import DetectionLoss
-from accel_yolo.model.weights import load_model, load_weights, save_weights, transfer
+from accel_yolo.model.weights import LoadedWeights, build_model, load_weights, save_weights, transfer
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -100,12 +121,12 @@ def run(*, callbacks: Callbacks | None = None, **options: Any) -> TrainResult:
     if wanted == 1 or running > 1:
         with _environment_left_alone():
             return train(resolved, callbacks=callbacks)
-    check_batch_size(resolved.config.data.batch_size, wanted)
+    if not resolved.config.run.resume:
+        check_batch_size(resolved.config.data.batch_size, wanted)
     environment = dict(os.environ)
-    # Process i takes the i-th visible device: the ids themselves are applied here.
     request = parse_device(resolved.config.run.device)
     if request.kind == "cuda":
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, request.ids))
+        environment["CUDA_VISIBLE_DEVICES"] = _visible_devices(request.ids)
     elif request.kind == "cpu":
         environment["ACCELERATE_USE_CPU"] = "true"
     settings = {"config": resolved.config.to_dict(), "origins": resolved.origins}
@@ -115,12 +136,30 @@ def run(*, callbacks: Callbacks | None = None, **options: Any) -> TrainResult:
     return TrainResult(Path(answer["save_dir"]), best, Path(answer["last"]), answer["metrics"])
 
 
-def train(resolved: Resolved, *, callbacks: Callbacks | None = None) -> TrainResult:
+def train(
+    config: TrainConfig | Resolved | None = None, *, callbacks: Callbacks | None = None, **options: Any
+) -> TrainResult:
     """Train in this process, as one of those that a launcher (or the caller) started.
+
+    Args:
+        config: all settings, from `load_config`; or
+        options: YOLOv5's option names, as for `run`.
+        callbacks: an object with methods of `Callbacks`.
 
     Raises:
         AccelYoloError: for whatever the user can fix; nothing was written then.
     """
+    if isinstance(config, Resolved):
+        resolved = config
+    elif config is not None:
+        asked = {f"{part}.{name}": "the caller" for part, values in config.to_dict().items() for name in values}
+        resolved = Resolved(config=config, origins=asked)
+    else:
+        resolved = config_from_kwargs(**options)
+    return _train(resolved, callbacks)
+
+
+def _train(resolved: Resolved, callbacks: Callbacks | None) -> TrainResult:
     rank, _, processes, _ = launched_processes()
     configure_logging(rank == 0)
     checkpoint = None
@@ -130,8 +169,12 @@ def train(resolved: Resolved, *, callbacks: Callbacks | None = None) -> TrainRes
         resolved = merge_with_saved(resolved, checkpoint)
     config = resolved.config
     # Before any data is read or any process waits for another.
-    check_batch_size(config.data.batch_size, processes)
-    check_writable(Path(config.run.project))
+    check_batch_size(config.data.batch_size, processes, is_resumed=checkpoint is not None)
+    check_writable(checkpoint.folder.parents[1] if checkpoint else Path(config.run.project))
+    start = _read_start(config, checkpoint)
+    if processes > 1:
+        # Launchers start their processes in sessions of their own: killing the launcher would leave them alive.
+        die_with_parent(os.getppid())
     accelerator, world = make_accelerator(
         device=config.run.device,
         mixed_precision=config.run.mixed_precision,
@@ -140,10 +183,28 @@ def train(resolved: Resolved, *, callbacks: Callbacks | None = None) -> TrainRes
         logging_dir=config.run.project,
     )
     try:
-        return _Training(resolved, accelerator, world, checkpoint, callbacks).run()
+        return _Training(resolved, accelerator, world, checkpoint, start, callbacks).run()
     except (AccelYoloError, KeyboardInterrupt):
         finish(accelerator, world)
         raise
+
+
+def _read_start(config: TrainConfig, checkpoint: Checkpoint | None) -> LoadedWeights | None:
+    """The weights to start from, read and checked together with the model's name before the data is."""
+    if checkpoint is not None:
+        return None
+    if config.model.cfg:
+        find_config(config.model.cfg, "models")
+    if not config.model.weights:
+        return None
+    loaded = load_weights(config.model.weights)
+    if not config.model.cfg and loaded.config is None:
+        raise WeightsError(
+            "the weights file does not say which network it belongs to.",
+            found=f"{loaded.path} without a model configuration",
+            fix="name the model too: --cfg yolov5n (or another YAML)",
+        )
+    return loaded
 
 
 class _Training:
@@ -155,13 +216,16 @@ class _Training:
         accelerator: Accelerator,
         world: World,
         checkpoint: Checkpoint | None,
+        start: LoadedWeights | None,
         callbacks: Callbacks | None,
     ) -> None:
         self.config, self.origins = resolved.config, resolved.origins
         self.accelerator, self.world = accelerator, world
-        self.checkpoint, self.callbacks = checkpoint, callbacks
+        self.checkpoint, self.start, self.callbacks = checkpoint, start, callbacks
         # Without SyncBN each process keeps its own running statistics.
         self.own_statistics = accelerator.num_processes > 1 and not self.config.model.sync_bn
+        # The weight average that was last measured or saved, and the updates it had then.
+        self.merged: tuple[int, DetectionModel] | None = None
 
     def run(self) -> TrainResult:
         config, accelerator = self.config, self.accelerator
@@ -172,14 +236,14 @@ class _Training:
         self.batch_size = self._batch_size()
         self.ema = ModelEma(self.model, decay=config.optim.ema_decay, tau=config.optim.ema_tau)
         self._prepare()
-        state = self._restore()
+        self.state = state = self._restore()
         self.folder = self._make_folder()
         self.pictures = RunPictures(self.folder, names=self.data.names, enabled=self._draws_pictures())
         self._announce(state)
 
-        result = fit(self.trainee, self.loader, state, self._story())
+        fit(self.trainee, self.loader, state, self._story())
 
-        metrics = self._measure_best(result)
+        metrics = self._measure_best()
         last, best = (self.folder / "weights" / f"{name}.safetensors" for name in ("last", "best"))
         call(
             self.callbacks,
@@ -188,9 +252,9 @@ class _Training:
             save_dir=self.folder,
             state=state,
         )
-        self._conclude(state, metrics)
+        self._conclude(metrics)
         finish(accelerator, self.world)
-        return TrainResult(self.folder, best if best.exists() else None, last, metrics)
+        return TrainResult(self.folder, best if metrics else None, last, metrics)
 
     def _load_data(self) -> DataSets:
         settings = self.config.data
@@ -221,24 +285,22 @@ class _Training:
         if self.checkpoint is not None:
             # The saved architecture holds the anchors that were computed then.
             model = DetectionModel(self.checkpoint.state["model_config"])
-        elif not model_config.weights:
+        elif self.start is None:
             model = DetectionModel(model_config.cfg, num_classes=len(names), anchors=anchors)
         else:
-            loaded = load_weights(model_config.weights)
-            architecture = model_config.cfg or loaded.config
-            if architecture is None:
-                raise WeightsError(
-                    "the weights file does not say which network it belongs to.",
-                    found=f"{loaded.path} without a model configuration",
-                    fix="name the model too: --cfg yolov5n (or another YAML)",
-                )
-            model = DetectionModel(architecture, num_classes=len(names), anchors=anchors)
+            model = DetectionModel(model_config.cfg or self.start.config, num_classes=len(names), anchors=anchors)
             # Anchors that were asked for must not be replaced by those of the weights.
             skip = ("anchor",) if model_config.cfg or anchors else ()
-            report = transfer(model, loaded.state_dict, skip=skip)
-            logger.info("weights    %s: %s", loaded.path, report)
+            report = transfer(model, self.start.state_dict, skip=skip)
+            logger.info("weights    %s: %s", self.start.path, report)
         model.names = dict(names)
         model.freeze(model_config.frozen_layers)
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise ConfigError(
+                "every layer is frozen; there is nothing left to train.",
+                found=f"--freeze {' '.join(map(str, model_config.freeze))} in a network of {len(model.model)} layers",
+                fix="freeze fewer layers",
+            )
         if model_config.channels_last:
             model = model.to(memory_format=torch.channels_last)
         return model
@@ -258,14 +320,13 @@ class _Training:
         if not self.config.model.autoanchor:
             refuse_placeholder_anchors(self.model)
             return
-        table = FlatTable(self.data.splits["train"].table)
-        sizes = label_sizes(table, image_size=self.image_size, seed=self.config.run.seed)
         model = self.model
         anchors_px = model.head.anchors.double().cpu().numpy() * np.reshape(model.head.strides, (-1, 1, 1))
 
-        def search() -> Any:
+        def search() -> AnchorResult:
+            table = FlatTable(self.data.splits["train"].table)
             return fit_anchors(
-                sizes,
+                label_sizes(table, image_size=self.image_size, seed=self.config.run.seed),
                 anchors=anchors_px,
                 strides=model.head.strides,
                 threshold=self.config.loss.anchor_t,
@@ -305,13 +366,6 @@ class _Training:
             workers=workers,
             lenient=config.data.bad_images == "warn",
         )
-        loss_fn = DetectionLoss(
-            config.loss,
-            strides=model.strides,
-            anchors=model.head.anchors,
-            num_classes=model.num_classes,
-            image_size=self.image_size,
-        )
         schedule = Schedule(config.optim, config.run.epochs, len(loader), self.batch_size)
         self.val_batch_size = 2 * self.batch_size
         self.val_loader = val_loader(
@@ -327,7 +381,8 @@ class _Training:
         self.val_table = FlatTable(self.data.splits["val"].table)
         if config.model.sync_bn:
             model = synchronise_batchnorm(model, accelerator, self.world)
-        optimizer = build_optimizer(model, config.optim, batch_size=self.batch_size)
+        uses_scaler = accelerator.mixed_precision == "fp16"
+        optimizer = build_optimizer(model, config.optim, batch_size=self.batch_size, uses_scaler=uses_scaler)
         prepared, optimizer, self.loader = prepare(accelerator, model, optimizer, loader)
         self.ema.module.to(accelerator.device)
         if accelerator.num_processes > 1:
@@ -337,7 +392,7 @@ class _Training:
             model=prepared,
             ema=self.ema,
             optimizer=optimizer,
-            loss_fn=loss_fn,
+            loss_fn=self._loss(),
             schedule=schedule,
             accelerator=accelerator,
             world=self.world,
@@ -349,16 +404,34 @@ class _Training:
             channels_last=config.model.channels_last,
         )
 
+    def _loss(self) -> DetectionLoss:
+        return DetectionLoss(
+            self.config.loss,
+            strides=self.model.strides,
+            anchors=self.model.head.anchors,
+            num_classes=self.model.num_classes,
+            image_size=self.image_size,
+        )
+
     def _restore(self) -> TrainState:
         if self.checkpoint is None:
             return TrainState()
-        return restore_checkpoint(
+        state = restore_checkpoint(
             self.checkpoint,
             accelerator=self.accelerator,
             model=self.accelerator.unwrap_model(self.trainee.model),
             ema=self.ema,
             optimizer=self.trainee.optimizer.optimizer,
         )
+        # The configuration has the anchors rounded, the restored buffer has them as they were trained with.
+        self.trainee.loss_fn = self._loss()
+        steps = self.trainee.schedule.steps_per_epoch
+        if state.micro_step != state.epoch * steps:
+            logger.warning(
+                "the data has another size than when the run was started (%d steps an epoch now): the schedule shifts",
+                steps,
+            )
+        return state
 
     def _make_folder(self) -> Path:
         config = self.config
@@ -367,11 +440,19 @@ class _Training:
             if self.checkpoint is not None:
                 folder = self.checkpoint.folder.parents[1]
             else:
-                folder = create_run_folder(Path(config.run.project), config.run.name, exist_ok=config.run.exist_ok)
-            files = {"opt.yaml": opt_values(config), "hyp.yaml": hyp_values(config), "config.yaml": config.to_dict()}
-            write_settings(folder, files)
-            reports = {split: report.to_dict() for split, report in self.data.reports.items()}
-            (folder / "data.json").write_text(json.dumps(reports, indent=1))
+                # `--name cfg` is YOLOv5's way to name a run after its model.
+                name = Path(config.model.cfg).stem if config.run.name == "cfg" else config.run.name
+                folder = create_run_folder(Path(config.run.project), name, exist_ok=config.run.exist_ok)
+                clear_former_run(folder)
+            write_settings(
+                folder,
+                {
+                    "opt.yaml": opt_values(config),
+                    "hyp.yaml": hyp_values(config),
+                    "config.yaml": config.to_dict(),
+                    "data.json": {split: report.to_dict() for split, report in self.data.reports.items()},
+                },
+            )
             return folder
 
         return on_main_process(self.accelerator, make)
@@ -385,7 +466,7 @@ class _Training:
             config, self.origins, accelerator=accelerator, world=self.world, schedule=self.trainee.schedule
         )
         parameters = sum(parameter.numel() for parameter in self.ema.module.parameters())
-        source = config.model.weights or "from scratch"
+        source = config.model.weights or "from scratch (pretrained: --weights FILE)"
         log_lines(
             [
                 *plan,
@@ -396,7 +477,12 @@ class _Training:
             ]
         )
         if config.run.trackers:
+            accelerator.project_configuration.logging_dir = str(self.folder)
             accelerator.init_trackers("accel_yolo", config=_flat(config))
+        if state.epoch >= config.run.epochs:
+            logger.info(
+                "nothing left to train: %d of %d epochs are done; more with --epochs", state.epoch, config.run.epochs
+            )
         self.pictures.labels(FlatTable(self.data.splits["train"].table))
         call(
             self.callbacks,
@@ -420,9 +506,16 @@ class _Training:
             callbacks=self.callbacks,
         )
 
+    def _average(self) -> DetectionModel:
+        """The weight average as it stands, the same on every process; made once between two updates."""
+        updates = self.state.updates
+        if self.merged is None or self.merged[0] != updates:
+            copied = merged_copy(self.ema.module, self.accelerator, per_process_statistics=self.own_statistics)
+            self.merged = (updates, copied)
+        return self.merged[1]
+
     def _evaluate_average(self) -> EvalResult:
-        model = evaluation_copy(self.ema.module, self.accelerator, per_process_statistics=self.own_statistics)
-        return self._evaluate(model)
+        return self._evaluate(copy.deepcopy(self._average()).fuse())
 
     def _evaluate(self, model: DetectionModel) -> EvalResult:
         return evaluate(
@@ -434,19 +527,20 @@ class _Training:
             accelerator=self.accelerator,
             global_batch_size=self.val_batch_size,
             loss_fn=self.trainee.loss_fn,
-            agnostic=self.config.data.single_cls,
+            single_cls=self.config.data.single_cls,
         )
 
     def _save(self, state: TrainState, is_best: bool, is_last: bool) -> None:
         folder, accelerator = self.folder, self.accelerator
-        average = merged_copy(self.ema.module, accelerator, per_process_statistics=self.own_statistics)
+        average = self._average()
         epoch = state.epoch - 1
         names = ["last"]
-        if is_best or (is_last and state.best_epoch < 0):
+        # Under --nosave, or without a defined fitness, nothing better than the last epoch was ever written.
+        if is_best or (is_last and (self.config.run.nosave or state.best_epoch < 0)):
             names.append("best")
         if self.config.run.save_period > 0 and epoch % self.config.run.save_period == 0:
             names.append(f"epoch{epoch}")
-        facts = {"epoch": epoch, "image_size": self.image_size, "fitness": state.best_fitness}
+        facts = {"epoch": epoch, "image_size": self.image_size}
 
         def write() -> None:
             for name in names:
@@ -496,12 +590,15 @@ class _Training:
         )
         return self.pictures.first_batches(bar, wanted=state.epoch == 0)
 
-    def _measure_best(self, result: EvalResult | None) -> dict[str, float]:
+    def _measure_best(self) -> dict[str, float]:
         """Measure the saved best weights as a fresh process would, and draw what was found."""
-        best = self.folder / "weights" / "best.safetensors"
-        if not best.exists():
-            return metric_columns(result) if result is not None else {}
-        model = load_model(best).to(self.accelerator.device)
+        path = self.folder / "weights" / "best.safetensors"
+        # Read by the main process: the run folder may be on a disk that other machines do not share.
+        loaded = on_main_process(self.accelerator, lambda: load_weights(path) if path.exists() else None)
+        if loaded is None:
+            return {}
+        self.best_epoch = int(loaded.metadata.get("epoch", -1))
+        model = build_model(loaded).to(self.accelerator.device)
         if self.config.model.channels_last:
             model = model.to(memory_format=torch.channels_last)
         model.fuse()
@@ -512,12 +609,12 @@ class _Training:
             self.pictures.val_batches(model, self.val_loader, self.accelerator, self.config.eval)
         return metric_columns(measured)
 
-    def _conclude(self, state: TrainState, metrics: dict[str, float]) -> None:
+    def _conclude(self, metrics: dict[str, float]) -> None:
         if metrics:
             logger.info(
-                "best epoch %d: mAP50 %.3f, mAP50-95 %.3f (COCO); %.3f, %.3f (YOLO-style); conf %g, IoU %g,"
+                "best weights, of epoch %d: mAP50 %.3f, mAP50-95 %.3f (COCO); %.3f, %.3f (YOLO-style); conf %g, IoU %g,"
                 " max %d per image",
-                state.best_epoch + 1,
+                self.best_epoch + 1,
                 metrics["metrics/mAP_0.5"],
                 metrics["metrics/mAP_0.5:0.95"],
                 metrics["yolo/mAP_0.5"],
@@ -549,6 +646,20 @@ def epoch_line(row: dict[str, float], epochs: int) -> str:
             f"  mAP50-95 {row['metrics/mAP_0.5:0.95']:.3f}"
         )
     return line + f"  {row['time/train']:.1f} + {row['time/val']:.1f} s, {row['time/images_per_second']:.0f} images/s"
+
+
+def _visible_devices(ids: tuple[int, ...]) -> str:
+    # Process i takes the i-th visible device, and ids count those that are visible now.
+    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    if not visible:
+        return ",".join(map(str, ids))
+    if max(ids) >= len(visible):
+        raise LaunchError(
+            "insufficient CUDA devices for this launch.",
+            found=f"device ids {ids}, CUDA_VISIBLE_DEVICES={','.join(visible)}",
+            fix=f"name ids below {len(visible)}, or change CUDA_VISIBLE_DEVICES",
+        )
+    return ",".join(visible[index] for index in ids)
 
 
 def _flat(config: TrainConfig) -> dict[str, Any]:

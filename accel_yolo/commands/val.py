@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from accel_yolo.data.dataset import choose_workers, val_loader
 from accel_yolo.data.load import DataSets, load_data
 from accel_yolo.data.table import FlatTable
 from accel_yolo.engine.distributed import (
+    configure_logging,
     finish,
     launched_processes,
     local_main_first,
@@ -28,7 +28,7 @@ from accel_yolo.engine.pictures import RunPictures
 from accel_yolo.engine.run_folder import check_writable, create_run_folder, write_settings
 from accel_yolo.errors import DataError
 from accel_yolo.metrics import EvalResult
-from accel_yolo.model.weights import load_model
+from accel_yolo.model.weights import build_model, load_weights
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,9 @@ def validate(config: ValConfig | None = None, **options: object) -> EvalResult:
 
 
 def _validate(config: ValConfig) -> EvalResult:
+    configure_logging(launched_processes()[0] == 0)
     check_writable(Path(config.project))
+    loaded = load_weights(config.weights)
     accelerator, world = make_accelerator(device=config.device, mixed_precision="fp16" if config.half else "no")
     split = config.task
 
@@ -62,9 +64,9 @@ def _validate(config: ValConfig) -> EvalResult:
 
     data = local_main_first(accelerator, load, name=f"data-{split}")
     table = FlatTable(data.splits[split].table)
-    model = load_model(config.weights)
+    model = build_model(loaded)
     names = data.names
-    if model.num_classes != len(names):
+    if model.num_classes != len(names) and not config.single_cls:
         raise DataError(
             "the weights know another number of classes than the data set.",
             found=f"{model.num_classes} in {config.weights}, {len(names)} in {config.data}",
@@ -78,7 +80,7 @@ def _validate(config: ValConfig) -> EvalResult:
         data.splits[split].table,
         image_size=image_size,
         batch_size=config.batch_size,
-        stride=stride,
+        stride=model.max_stride,
         rank=accelerator.process_index,
         world=accelerator.num_processes,
         workers=choose_workers(config.workers, launched_processes()[3]),
@@ -94,9 +96,9 @@ def _validate(config: ValConfig) -> EvalResult:
         accelerator=accelerator,
         global_batch_size=config.batch_size,
         augment=config.augment,
-        agnostic=config.single_cls,
+        single_cls=config.single_cls,
     )
-    log_lines(class_table(result))
+    log_lines(class_table(result, verbose=config.verbose))
     logger.info(
         "mAP50 %.4f, mAP50-95 %.4f (COCO); %.4f, %.4f (YOLO-style); conf %g, IoU %g, max %d per image, multi-label%s",
         result.map50,
@@ -111,8 +113,7 @@ def _validate(config: ValConfig) -> EvalResult:
 
     def write() -> Path:
         folder = create_run_folder(Path(config.project), config.name, exist_ok=config.exist_ok, subfolders=())
-        write_settings(folder, {"config.yaml": config.to_dict()})
-        (folder / "metrics.json").write_text(json.dumps(result.to_dict(), indent=1))
+        write_settings(folder, {"val.yaml": config.to_dict(), "metrics.json": result.to_dict()})
         return folder
 
     folder = on_main_process(accelerator, write)

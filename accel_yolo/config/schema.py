@@ -16,6 +16,8 @@ from accel_yolo.errors import ConfigError
 OPTIMIZERS = ("SGD", "Adam", "AdamW")
 BAD_IMAGE_POLICIES = ("skip", "warn", "error")
 PRECISIONS = ("no", "bf16", "fp16")
+# Those that Accelerate knows.
+TRACKERS = ("tensorboard", "wandb", "trackio", "comet_ml", "aim", "mlflow", "clearml", "dvclive", "swanlab")
 
 
 class _Faults:
@@ -269,6 +271,8 @@ class RunConfig:
         faults.number("save_period", self.save_period, -1, integer=True)
         faults.number("seed", self.seed, 0, 2**32 - 1, integer=True)
         faults.number("ddp_timeout", self.ddp_timeout, 1)
+        for tracker in self.trackers:
+            faults.choice("trackers", tracker, TRACKERS)
         if self.mixed_precision != "":
             faults.choice("mixed_precision", self.mixed_precision, PRECISIONS)
         faults.raise_if_any()

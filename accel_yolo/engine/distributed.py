@@ -5,6 +5,7 @@ Nothing else in the package creates process groups, reads launcher variables or 
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -41,6 +42,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _DONE = "done"
+_calls = itertools.count()
 _TRUE = ("1", "t", "true", "y", "yes", "on")
 
 # What an `accelerate config` file may ask for and this trainer cannot do, with the reason.
@@ -121,8 +123,11 @@ def launched_processes(environment: Mapping[str, str] = os.environ) -> tuple[int
     return rank, local_rank, world, local_world
 
 
-def check_batch_size(batch_size: int, world: int) -> None:
+def check_batch_size(batch_size: int, world: int, *, is_resumed: bool = False) -> None:
     """Refuse a global batch that cannot be shared out equally. Needs no data and no process group.
+
+    Args:
+        is_resumed: the batch size is that of a saved run and cannot change, the number of processes can.
 
     Raises:
         ConfigError: that names the nearest sizes that work.
@@ -138,10 +143,13 @@ def check_batch_size(batch_size: int, world: int) -> None:
     if batch_size % world:
         below, above = batch_size // world * world, (batch_size // world + 1) * world
         sizes = " or ".join(str(size) for size in (below, above) if size > 0)
+        fix = f"use --batch-size {sizes}"
+        if is_resumed:
+            fix = f"resume with a number of processes that divides {batch_size}; a resumed run keeps its batch"
         raise ConfigError(
             f"--batch-size must be multiple of the number of processes ({world}); it is the global batch.",
             found=f"--batch-size {batch_size} on {world} processes",
-            fix=f"use --batch-size {sizes}",
+            fix=fix,
         )
 
 
@@ -228,11 +236,12 @@ def make_accelerator(
             split_batches=True, dispatch_batches=False, even_batches=False, non_blocking=True
         ),
         kwargs_handlers=[
-            InitProcessGroupKwargs(timeout=_passed_timeout(timeout_seconds)),
+            InitProcessGroupKwargs(timeout=_passed_timeout(timeout_seconds), **_backend(torch_device)),
             DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
         ],
     )
     _check_world(accelerator)
+    _check_trackers(accelerator, trackers)
     configure_logging(accelerator.is_main_process)
     distributed = dist.is_available() and dist.is_initialized()
     world = World(
@@ -327,7 +336,8 @@ def local_main_first(accelerator: Accelerator, work: Callable[[], T], *, name: s
         return work()
     store = dist.distributed_c10d._get_default_store()
     machine = accelerator.process_index - accelerator.local_process_index
-    key = f"accel_yolo/{name}/{machine}"
+    # Every process counts its calls alike, so a second run in the same group does not find the first one's answer.
+    key = f"accel_yolo/{name}/{machine}/{next(_calls)}"
     if accelerator.is_local_main_process:
         try:
             result = work()
@@ -349,6 +359,8 @@ def configure_logging(is_main_process: bool) -> None:
     """Let the package's messages through on the main process, and only there; a host's own handlers win."""
     package = logging.getLogger("accel_yolo")
     package.setLevel(logging.INFO if is_main_process else logging.ERROR)
+    # Each process reads its own part of the images: a file that broke must be told by whoever met it.
+    logging.getLogger("accel_yolo.data.dataset").setLevel(logging.WARNING)
     if not package.handlers and not logging.getLogger().handlers:
         handler = _CurrentStdout()
         handler.setFormatter(_PlainFormatter())
@@ -377,6 +389,11 @@ class _PlainFormatter(logging.Formatter):
         return message if record.levelno < logging.WARNING else f"{record.levelname.lower()}: {message}"
 
 
+def _backend(device: torch.device) -> dict[str, str]:
+    # Accelerate takes NCCL for CUDA whether it is there or not (Windows, some builds); gloo can do it too, slowly.
+    return {"backend": "gloo"} if device.type == "cuda" and not dist.is_nccl_available() else {}
+
+
 def _passed_timeout(seconds: float) -> timedelta:
     # Accelerate drops a value that equals its own default, and then torch's default, which is another, is in force.
     timeout = timedelta(seconds=seconds)
@@ -392,6 +409,13 @@ def _refuse_unsupported_launches() -> None:
                 found=f"{variable}={environment[variable]}",
                 fix="run `accelerate config` again without it, or launch with --config_file accelerate_config.yaml",
             )
+    compiler = environment.get("ACCELERATE_DYNAMO_BACKEND", "no")
+    if compiler.lower() not in ("", "no"):
+        raise LaunchError(
+            "the accelerate configuration asks for torch.compile, which this trainer does not support yet.",
+            found=f"ACCELERATE_DYNAMO_BACKEND={compiler}",
+            fix="answer no to the dynamo question of `accelerate config`, or launch with --dynamo_backend no",
+        )
     alone = "WORLD_SIZE" not in environment and not (dist.is_available() and dist.is_initialized())
     if alone and "MASTER_PORT" in environment and environment.get("ACCELERATE_USE_CPU", "").lower() in _TRUE:
         raise LaunchError(
@@ -429,7 +453,7 @@ def _check_ids(ids: tuple[int, ...], local_rank: int, local_world: int) -> None:
             found=f"--device with {len(ids)} ids, {local_world} process(es)",
             fix=f"accelerate launch --multi_gpu --num_processes {len(ids)} train.py ..., or name {local_world} id(s)",
         )
-    if len(ids) == 1 and local_world > 1 and ids[0] != local_rank:
+    if len(ids) == 1 and ids[0] != local_rank and (local_world > 1 or "LOCAL_RANK" in os.environ):
         raise ConfigError(
             "--device names one device for several processes, and it is not this process's.",
             found=f"--device {ids[0]} on local rank {local_rank} of {local_world}",
@@ -479,6 +503,17 @@ def _check_world(accelerator: Accelerator) -> None:
             found=f"WORLD_SIZE {asked}, process group {grouped}, Accelerate {accelerator.num_processes}",
             fix="start with `accelerate launch` or `torchrun`; or set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and"
             " MASTER_PORT",
+        )
+
+
+def _check_trackers(accelerator: Accelerator, asked: Sequence[str]) -> None:
+    # Accelerate drops a tracker that is not installed with a warning that scrolls away.
+    found = {str(getattr(tracker, "value", tracker)) for tracker in accelerator.log_with}
+    if missing := [name for name in asked if name not in found]:
+        raise ConfigError(
+            "a tracker is not installed.",
+            found=f"--trackers {' '.join(asked)}; missing: {', '.join(missing)}",
+            fix=f"pip install {' '.join(missing)}, or leave it out (results.csv is always written)",
         )
 
 

@@ -79,7 +79,7 @@ def evaluate(
     global_batch_size: int,
     loss_fn: DetectionLoss | None = None,
     augment: bool = False,
-    agnostic: bool = False,
+    single_cls: bool = False,
 ) -> EvalResult:
     """Measure `model` on all images of `table`; every process must call this.
 
@@ -92,7 +92,7 @@ def evaluate(
         global_batch_size: of the loader's sampler; losses are means over global batches.
         loss_fn: None leaves the losses out; so does `augment`.
         augment: test-time augmentation.
-        agnostic: suppress boxes across classes.
+        single_cls: suppress boxes across classes, and count all as class 0.
 
     Returns:
         The same on every process, whatever their number.
@@ -109,7 +109,7 @@ def evaluate(
                 global_batch_size=global_batch_size,
                 loss_fn=None if augment else loss_fn,
                 augment=augment,
-                agnostic=agnostic,
+                single_cls=single_cls,
             )
     shares = gather_payloads(accelerator, share.packed())
 
@@ -120,18 +120,11 @@ def evaluate(
     return on_main_process(accelerator, result)
 
 
-def evaluation_copy(
-    average: DetectionModel, accelerator: Accelerator, *, per_process_statistics: bool
-) -> DetectionModel:
-    """A fused copy of the weight average for inference, with the running statistics of all processes merged.
+def merged_copy(average: DetectionModel, accelerator: Accelerator, *, per_process_statistics: bool) -> DetectionModel:
+    """A copy of the weight average that is the same on every process: what is saved and measured.
 
     The live model and average are left as they are. Every process must call this if `per_process_statistics`.
     """
-    return merged_copy(average, accelerator, per_process_statistics=per_process_statistics).fuse()
-
-
-def merged_copy(average: DetectionModel, accelerator: Accelerator, *, per_process_statistics: bool) -> DetectionModel:
-    """A copy of the weight average that is the same on every process: what is saved and measured."""
     copied = copy.deepcopy(average).eval()
     if per_process_statistics:
         own = {
@@ -146,8 +139,8 @@ def merged_copy(average: DetectionModel, accelerator: Accelerator, *, per_proces
     return copied
 
 
-def class_table(result: EvalResult) -> list[str]:
-    """The table that a validation ends with: all classes together, then one line each."""
+def class_table(result: EvalResult, *, verbose: bool = False) -> list[str]:
+    """The table that a validation ends with: all classes together, then each of them (50 or more only if `verbose`)."""
     lines = [f"{'class':>20} {'images':>8} {'objects':>8} {'P':>8} {'R':>8} {'mAP50':>8} {'mAP50-95':>9}"]
 
     def line(name: str, images: int, objects: int, *values: float) -> str:
@@ -157,7 +150,7 @@ def class_table(result: EvalResult) -> list[str]:
     lines.append(
         line("all", result.images, result.instances, result.precision, result.recall, result.map50, result.map50_95)
     )
-    if len(result.per_class) > 1:
+    if len(result.per_class) > 1 and (verbose or len(result.per_class) < 50):
         lines += [
             line(item.name, item.images, item.instances, item.precision, item.recall, item.ap50, item.ap50_95)
             for item in result.per_class
@@ -175,9 +168,9 @@ def _add_batch(
     global_batch_size: int,
     loss_fn: DetectionLoss | None,
     augment: bool,
-    agnostic: bool,
+    single_cls: bool,
 ) -> None:
-    images = batch.images.permute(0, 3, 1, 2).float().div_(255)
+    images = batch.floats()
     with accelerator.autocast():
         decoded, maps = (model.forward_augmented(images), None) if augment else model(images)
     if loss_fn is not None and maps is not None:
@@ -190,12 +183,13 @@ def _add_batch(
         conf_thres=config.conf_thres,
         iou_thres=config.iou_thres,
         multi_label=True,
-        agnostic=agnostic,
+        agnostic=single_cls,
         max_det=config.max_det,
     )
     for key, letterbox, kept in zip(batch.keys, batch.letterboxes, found, strict=True):
         assert letterbox is not None
-        share.add(key.index, Detections(letterbox.to_original(kept.boxes), kept.scores, kept.labels))
+        labels = torch.zeros_like(kept.labels) if single_cls else kept.labels
+        share.add(key.index, Detections(letterbox.to_original(kept.boxes), kept.scores, labels))
 
 
 def _mean_losses(shares: list[_Share], loss_fn: DetectionLoss) -> dict[str, float]:

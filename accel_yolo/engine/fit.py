@@ -22,6 +22,7 @@ from accel_yolo.engine.callbacks import Callbacks, call
 from accel_yolo.engine.distributed import PendingSum, World, broadcast_from_main, sum_over_processes
 from accel_yolo.engine.optim import MAX_GRAD_NORM, Schedule
 from accel_yolo.engine.state import EarlyStopper, ModelEma, TrainState, note_fitness
+from accel_yolo.errors import TrainingError
 from accel_yolo.metrics import EvalResult
 from accel_yolo.model.loss import DetectionLoss, Losses
 from accel_yolo.structures import Batch
@@ -120,7 +121,7 @@ def fit(trainee: Trainee, loader: Any, state: TrainState, story: Story) -> EvalR
             logger.info(
                 "stopped early: no improvement for %d epochs, best is epoch %d (fitness %.4g)",
                 story.stopper.patience,
-                state.best_epoch,
+                state.best_epoch + 1,
                 state.best_fitness,
             )
             break
@@ -149,7 +150,15 @@ def train_epoch(trainee: Trainee, loader: Any, state: TrainState, story: Story) 
             shown_at = time.perf_counter()
             box, objectness, classification = (total * accelerator.num_processes / step).tolist()
             bar.set_postfix_str(f"box {box:.4f}, obj {objectness:.4f}, cls {classification:.4f}")
-    return sum_over_processes(total, trainee.world, device=accelerator.device) / max(len(loader), 1)
+    means = sum_over_processes(total, trainee.world, device=accelerator.device) / max(len(loader), 1)
+    if not means.isfinite().all():
+        # The same sum on every process, so all leave here together; the last good checkpoint is not overwritten.
+        raise TrainingError(
+            "the loss is not a finite number any more; the weights are spoilt.",
+            found=f"mean losses {[round(value, 4) for value in means.tolist()]} in epoch {state.epoch + 1}",
+            fix="lower lr0 (or --mixed-precision no), and go on from the last good epoch with --weights, or --resume",
+        )
+    return means
 
 
 def train_step(batch: Batch, trainee: Trainee, state: TrainState) -> Losses:
@@ -162,7 +171,7 @@ def train_step(batch: Batch, trainee: Trainee, state: TrainState) -> Losses:
     plan = trainee.schedule.at(state.micro_step)
     plan.apply(optimizer)
     is_update = state.micro_step - state.last_update >= plan.accumulate
-    images = to_float(batch.images, channels_last=trainee.channels_last)
+    images = batch.floats(channels_last=trainee.channels_last)
     if trainee.multi_scale:
         images = resize_images(
             images, multi_scale_size(trainee.seed, state.micro_step, trainee.image_size, trainee.stride), trainee.stride
@@ -195,13 +204,6 @@ def train_step(batch: Batch, trainee: Trainee, state: TrainState) -> Losses:
         state.last_update = state.micro_step
     state.micro_step += 1
     return losses.detach()
-
-
-def to_float(images: Tensor, *, channels_last: bool = True) -> Tensor:
-    """Loader images (B, H, W, 3) uint8 -> (B, 3, H, W) float32 in [0, 1]; the network keeps their memory layout."""
-    # The permuted view of NHWC memory is what torch calls channels_last.
-    floats = images.permute(0, 3, 1, 2).float().div_(255)
-    return floats if channels_last else floats.contiguous()
 
 
 def resize_images(images: Tensor, size: int, stride: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import platform
@@ -20,6 +21,7 @@ from accel_yolo.config.schema import TrainConfig
 from accel_yolo.engine.distributed import World, gather_payloads
 from accel_yolo.engine.optim import Schedule
 from accel_yolo.errors import LaunchError, rebuilt_error
+from accel_yolo.version import package_version
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -50,7 +52,7 @@ def describe_plan(
 
     backend = "alone" if world.backend == "none" else f"backend {world.backend}, timeout {world.timeout_seconds:g} s"
     lines = [
-        f"accel_yolo {version('accel-yolo')}, torch {torch.__version__}, accelerate {version('accelerate')},"
+        f"accel_yolo {package_version()}, torch {torch.__version__}, accelerate {version('accelerate')},"
         f" Python {platform.python_version()}",
         f"launch     {processes} process{'es' if processes > 1 else ''} by {world.launcher}, {backend}",
         "devices    " + ", ".join(f"rank {rank}: {name}" for rank, name in enumerate(devices)),
@@ -100,17 +102,29 @@ def start_processes(
         if callbacks is not None:
             (Path(folder) / "callbacks.pkl").write_bytes(cloudpickle.dumps(callbacks))
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}"]
-        finished = subprocess.run([*command, "-m", module, folder], env=dict(environment), check=False)
+        code = _run_to_the_end([*command, "-m", module, folder], environment)
         result = Path(folder) / "result.json"
         for error in sorted(Path(folder).glob("error-*.json")):
             raise rebuilt_error(json.loads(error.read_text()))
-        if finished.returncode or not result.exists():
+        if code or not result.exists():
             raise LaunchError(
                 "a training process failed; its traceback is above.",
-                found=f"exit code {finished.returncode} of {num_processes} processes",
+                found=f"exit code {code} of {num_processes} processes",
                 fix="see the last lines above; the same settings with one process often show more",
             )
         return json.loads(result.read_text())
+
+
+def _run_to_the_end(command: list[str], environment: Mapping[str, str]) -> int:
+    with subprocess.Popen(command, env=dict(environment)) as process:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            # The launcher got Ctrl-C too and is ending the processes it started. Killed now, it would leave them alive.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=60)
+            process.kill()
+            raise
 
 
 def log_lines(lines: Sequence[str]) -> None:

@@ -111,9 +111,8 @@ class RunPictures:
         for number, batch in enumerate(itertools.islice(loader, BATCHES_DRAWN)):
             self.batch(f"val_batch{number}_labels.jpg", batch)
             with self._attempt(f"val_batch{number}_pred.jpg"), torch.inference_mode(), accelerator.autocast():
-                images = batch.images.to(accelerator.device).permute(0, 3, 1, 2).float().div_(255)
                 found = non_max_suppression(
-                    model(images)[0],
+                    model(batch.to(accelerator.device).floats())[0],
                     conf_thres=max(DRAWN_CONFIDENCE, config.conf_thres),
                     iou_thres=config.iou_thres,
                     max_det=config.max_det,

@@ -12,14 +12,22 @@ from accel_yolo.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-# They change how long, where on, or how it is shown, but not what is learned from which batch.
+# They change how long, or how it is measured and shown, but not what is learned from which batch.
 MAY_CHANGE = frozenset(
     {
-        "run.epochs", "run.patience", "run.save_period", "run.noval", "run.nosave", "run.noplots", "run.device",
-        "run.mixed_precision", "run.ddp_timeout", "run.trackers", "data.workers", "data.index_cache", "data.source",
-        "eval.conf_thres", "eval.iou_thres", "eval.max_det",
+        "run.epochs", "run.patience", "run.save_period", "run.noval", "run.nosave", "run.mixed_precision",
+        "data.source", "eval.conf_thres", "eval.iou_thres", "eval.max_det",
     }
 )  # fmt: skip
+# They are about this machine and this call, and are never taken from the saved run.
+OF_THIS_CALL = frozenset(
+    {
+        "run.device", "run.ddp_timeout", "run.trackers", "run.noplots", "data.workers", "data.index_cache",
+        "run.resume", "run.project", "run.name", "run.exist_ok",
+    }
+)  # fmt: skip
+# Origins that no user chose.
+_UNASKED = ("default", "built-in recipe shapes", "the weights file")
 
 
 def find_run(resume: str, project: Path) -> Path:
@@ -49,37 +57,34 @@ def find_run(resume: str, project: Path) -> Path:
 
 
 def merge_with_saved(resolved: Resolved, checkpoint: Checkpoint) -> Resolved:
-    """The saved settings with those that were given explicitly now, if they may change.
+    """The saved settings, with those of this machine and those that were given explicitly now and may change.
 
     Raises:
         CheckpointError: for a setting that may not change, with both values.
     """
+    folder = checkpoint.folder.parents[1]
     saved = {part: dict(values) for part, values in checkpoint.state["config"].items()}
+    # The batch size that was measured then (--batch-size -1) is the one to go on with.
+    saved["data"]["batch_size"] = checkpoint.state["batch_size"]
     asked = resolved.config.to_dict()
-    origins = {
-        f"{part}.{name}": f"the resumed run {checkpoint.folder.parents[1]}"
-        for part, values in saved.items()
-        for name in values
-    }
-    refused = []
+    origins, refused = {}, []
     for field, origin in resolved.origins.items():
         part, _, name = field.partition(".")
-        if not origin.startswith("--") or field == "run.resume":
-            continue
         old, new = saved[part].get(name), asked[part][name]
-        if old == new:
+        origins[field] = f"the resumed run {folder}"
+        if field in OF_THIS_CALL:
+            saved[part][name], origins[field] = new, origin
+        elif origin in _UNASKED or old == new:
             continue
-        if field not in MAY_CHANGE:
-            refused.append(f"{origin}: {new!r} now, {old!r} when it was started")
-            continue
-        saved[part][name] = new
-        origins[field] = origin
-        logger.info("resume: %s is now %r, was %r", field, new, old)
+        elif field not in MAY_CHANGE:
+            refused.append(f"{field} is {new!r} now ({origin}), was {old!r} when the run was started")
+        else:
+            saved[part][name], origins[field] = new, origin
+            logger.info("resume: %s is now %r, was %r", field, new, old)
     if refused:
         raise CheckpointError(
             "a resumed run cannot change these settings; it would become another run.",
             found="; ".join(refused),
             fix="leave them out, or start a new run with --weights RUN/weights/last.safetensors",
         )
-    saved["run"]["resume"] = ""
     return Resolved(config=build_config(saved), origins=origins)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
+import json
 import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +46,8 @@ def check_writable(project: Path) -> None:
         CheckpointError: that names the folder which refuses.
     """
     existing = project.absolute()
-    while not existing.exists():
+    # `Path.exists` raises where a parent may not be searched.
+    while not os.path.lexists(existing):
         existing = existing.parent
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise CheckpointError(
@@ -57,14 +60,12 @@ def check_writable(project: Path) -> None:
 def create_run_folder(project: Path, name: str, *, exist_ok: bool, subfolders: tuple[str, ...] = ("weights",)) -> Path:
     """`project/name`, or the first free of name2, name3, ...; made together with its subfolders.
 
-    With `exist_ok` a new run takes the place of the old one: its checkpoints go, so that no resume can mix the two.
-
     Raises:
         CheckpointError: if it cannot be made.
     """
     folder = project / name
     number = 2
-    try:
+    with _explained(project):
         while True:
             try:
                 folder.mkdir(parents=True, exist_ok=exist_ok)
@@ -72,20 +73,31 @@ def create_run_folder(project: Path, name: str, *, exist_ok: bool, subfolders: t
             except FileExistsError:
                 folder = project / f"{name}{number}"
                 number += 1
-        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         for subfolder in subfolders:
             (folder / subfolder).mkdir(exist_ok=True)
-    except OSError as error:
-        raise CheckpointError(
-            "the run folder cannot be written.", found=str(error), fix="choose another place with --project"
-        ) from error
     return folder
 
 
+def clear_former_run(folder: Path) -> None:
+    """Remove weights and checkpoints of a run that a new one replaces (`--exist-ok`), so that they cannot be mixed."""
+    with _explained(folder):
+        if (folder / "checkpoints").exists():
+            shutil.rmtree(folder / "checkpoints")
+        for path in (folder / "weights").glob("*.safetensors"):
+            path.unlink()
+
+
 def write_settings(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
-    """Write each mapping as YAML to its file name in the run folder."""
-    for name, content in files.items():
-        write_text_atomically(folder / name, yaml.safe_dump(dict(content), sort_keys=False))
+    """Write each mapping to its file name in the run folder, as YAML, or as JSON where the name says so.
+
+    Raises:
+        CheckpointError: if the folder cannot be written.
+    """
+    with _explained(folder):
+        for name, content in files.items():
+            is_json = name.endswith(".json")
+            text = json.dumps(content, indent=1) if is_json else yaml.safe_dump(dict(content), sort_keys=False)
+            write_text_atomically(folder / name, text)
 
 
 def append_result(path: Path, row: Mapping[str, float]) -> None:
@@ -96,7 +108,8 @@ def append_result(path: Path, row: Mapping[str, float]) -> None:
     kept = [old for old in read_results(path) if old["epoch"] < row["epoch"]] if path.exists() else []
     lines = [",".join(f"{column:>20}" for column in COLUMNS)]
     lines += [",".join(_cell(column, values) for column in COLUMNS) for values in [*kept, dict(row)]]
-    write_text_atomically(path, "\n".join(lines) + "\n")
+    with _explained(path.parent):
+        write_text_atomically(path, "\n".join(lines) + "\n")
 
 
 def read_results(path: Path) -> list[dict[str, float]]:
@@ -106,6 +119,18 @@ def read_results(path: Path) -> list[dict[str, float]]:
         {name.strip(): float(cell) for name, cell in row.items() if name is not None and cell and cell.strip()}
         for row in reader
     ]
+
+
+@contextlib.contextmanager
+def _explained(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            "the run folder cannot be written.",
+            found=f"{error} in {folder}",
+            fix="make room or permit writing there, or choose another place with --project",
+        ) from error
 
 
 def _cell(column: str, values: Mapping[str, float]) -> str:

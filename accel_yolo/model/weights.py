@@ -145,7 +145,11 @@ def load_model(path: str | Path) -> DetectionModel:
     Raises:
         WeightsError: as `load_weights`; also if the file has no config, or its tensors are not those of the config.
     """
-    loaded = load_weights(path)
+    return build_model(load_weights(path))
+
+
+def build_model(loaded: LoadedWeights) -> DetectionModel:
+    """`load_model` for weights that were already read."""
     if loaded.config is None:
         raise WeightsError(
             "a weights file does not say which network it belongs to.",

@@ -12,6 +12,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 # The longest name that fits counts; "" is the root face, which loads everything on first use.
 FLOORS = {
     "errors": 1,
+    "version": 1,
     "boxes": 1,
     "structures": 2,
     "config": 2,

@@ -71,11 +71,11 @@ def test_the_table_lists_every_class_and_leaves_absent_ones_out_of_the_means():
 
 
 @pytest.mark.parametrize("detections", [[found(), found()], [found((0, BOX, 0.9)), found((1, FAR, 0.8))]])
-def test_without_any_truth_the_numbers_are_undefined_and_the_fitness_is_zero(detections):
+def test_without_any_truth_the_numbers_are_undefined_and_so_is_the_fitness(detections):
     result = score(detections, [truth(), truth()], names=NAMES)
     for name in ("precision", "recall", "f1", "best_confidence", "map50", "map50_95", "yolo_map50", "yolo_map50_95"):
         assert math.isnan(getattr(result, name)), name
-    assert result.fitness == 0
+    assert math.isnan(result.fitness)
     assert set(result.coco_stats) == {-1.0}
     # False positives count all the same.
     assert result.curves.confusion.sum() == sum(len(item) for item in detections)

@@ -71,3 +71,13 @@ def test_a_moved_batch_moves_its_images_and_keeps_its_targets_on_the_cpu():
 
 def test_two_draws_of_one_row_have_different_keys():
     assert SampleKey(0, 3, 1) != SampleKey(0, 4, 1)
+
+
+def test_images_become_floats_between_zero_and_one_in_channels_last_memory():
+    images = torch.randint(0, 256, (2, 8, 4, 3), dtype=torch.uint8)
+    batch = Batch(images, targets(0), [KEY, KEY], [None, None])
+    floats = batch.floats()
+    assert floats.shape == (2, 3, 8, 4)
+    assert floats.is_contiguous(memory_format=torch.channels_last)
+    assert batch.floats(channels_last=False).is_contiguous()
+    torch.testing.assert_close(floats[1, 2, 5, 3].item(), images[1, 5, 3, 2].item() / 255)

@@ -159,6 +159,29 @@ def test_unsupported_plugins_are_refused_by_name(monkeypatch, name):
     assert f"ACCELERATE_USE_{name}" in caught.value.found
 
 
+def test_compilation_is_refused_and_its_off_switch_is_not(monkeypatch):
+    _cuda(monkeypatch, 0)
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "NO")
+    make_accelerator()
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
+    with pytest.raises(LaunchError, match=r"torch\.compile"):
+        make_accelerator()
+
+
+def test_cuda_without_nccl_talks_through_gloo(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    assert distributed._backend(torch.device("cuda")) == {"backend": "gloo"}
+    assert distributed._backend(torch.device("cpu")) == {}
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    assert distributed._backend(torch.device("cuda")) == {}
+
+
+def test_a_resumed_batch_asks_for_another_number_of_processes():
+    with pytest.raises(ConfigError, match="must be multiple of") as caught:
+        check_batch_size(16, 3, is_resumed=True)
+    assert "divides 16" in caught.value.fix
+
+
 def test_accumulation_from_the_environment_does_not_divide_our_gradients(monkeypatch):
     _cuda(monkeypatch, 0)
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")

@@ -10,9 +10,10 @@ from torch import nn
 
 from accel_yolo.config.schema import OptimConfig
 from accel_yolo.engine.distributed import World
-from accel_yolo.engine.fit import Story, Trainee, fit, metric_columns, resize_images, to_float, train_step
+from accel_yolo.engine.fit import Story, Trainee, fit, metric_columns, resize_images, train_step
 from accel_yolo.engine.optim import Schedule
 from accel_yolo.engine.state import EarlyStopper, ModelEma, TrainState
+from accel_yolo.errors import TrainingError
 from accel_yolo.metrics import EvalResult
 from accel_yolo.structures import Batch, SampleKey, Targets
 
@@ -217,11 +218,21 @@ def test_callbacks_are_called_by_name_in_the_order_of_events():
     assert calls == ["on_epoch_start", "on_batch_end", "on_validation_end", "on_epoch_end"]
 
 
-def test_images_become_floats_between_zero_and_one_in_channels_last_memory():
-    images = torch.randint(0, 256, (2, 8, 4, 3), dtype=torch.uint8)
-    floats = to_float(images)
-    assert floats.shape == (2, 3, 8, 4) and floats.is_contiguous(memory_format=torch.channels_last)
-    torch.testing.assert_close(floats[1, 2, 5, 3].item(), images[1, 5, 3, 2].item() / 255)
+def test_a_loss_that_is_not_finite_ends_the_run_before_anything_is_saved(monkeypatch):
+    trainee, state = _trainee(), TrainState()
+    call = StandInLoss.__call__
+
+    def spoilt(self, *args, **kwargs):
+        losses = call(self, *args, **kwargs)
+        losses.box = losses.box * math.nan
+        return losses
+
+    monkeypatch.setattr(StandInLoss, "__call__", spoilt)
+    story, saved, rows = _story([0.1], epochs=1)
+    with pytest.raises(TrainingError, match="not a finite number") as caught:
+        fit(trainee, StandInLoader(4), state, story)
+    assert "epoch 1" in caught.value.found
+    assert saved == [] and rows == []
 
 
 def test_resized_images_have_sides_that_are_multiples_of_the_stride():

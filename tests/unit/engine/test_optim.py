@@ -59,3 +59,18 @@ def test_no_warm_up_starts_at_the_full_rate():
     schedule = Schedule(OptimConfig(warmup_epochs=0.0, warmup_min_steps=0), 10, 5, 64)
     assert schedule.at(0).rates == (0.01, 0.01, 0.01)
     assert schedule.at(1).rates == (0.01, 0.01, 0.01)
+
+
+def test_a_step_that_the_gradient_scaler_skips_does_not_spoil_the_next_one():
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = build_optimizer(model, OptimConfig(weight_decay=0.0), batch_size=64, uses_scaler=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    before = model.weight.detach().clone()
+    for gradient in (float("inf"), 1.0):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+        model.weight.grad.fill_(gradient)
+        scaler.step(optimizer)
+        scaler.update()
+    # One step of Nesterov momentum from rest, on the gradient unscaled by the halved scale of 1.
+    torch.testing.assert_close(before - model.weight, torch.full((1, 2), 0.01 * (1 + 0.937)))

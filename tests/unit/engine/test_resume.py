@@ -43,7 +43,9 @@ def test_no_run_is_an_error_that_says_where_it_looked(tmp_path, resume):
 
 def _saved(tmp_path, **options):
     config = config_from_kwargs(data="d.yaml", cfg="yolov5n", **options).config
-    return Checkpoint(tmp_path / "exp" / "checkpoints" / "step-1", {"config": config.to_dict()})
+    return Checkpoint(
+        tmp_path / "exp" / "checkpoints" / "step-1", {"config": config.to_dict(), "batch_size": config.data.batch_size}
+    )
 
 
 def test_settings_not_given_now_are_those_of_the_run(tmp_path):
@@ -65,5 +67,24 @@ def test_a_setting_that_may_not_change_is_refused_with_both_values(tmp_path):
     asked = resolve(parse_train_args(["--resume", "x", "--batch-size", "32", "--imgsz", "320"]))
     with pytest.raises(CheckpointError, match="cannot change") as caught:
         merge_with_saved(asked, _saved(tmp_path, imgsz=320))
-    assert "32 now, 16 when it was started" in caught.value.found
-    assert "imgsz" not in caught.value.found
+    assert "data.batch_size is 32 now (--batch-size), was 16 when the run was started" in caught.value.found
+    assert "image_size" not in caught.value.found
+
+
+def test_options_from_python_and_hyp_files_count_as_asked_for(tmp_path):
+    merged = merge_with_saved(config_from_kwargs(resume="x", epochs=200), _saved(tmp_path, epochs=7))
+    assert merged.config.run.epochs == 200
+    with pytest.raises(CheckpointError, match="cannot change"):
+        merge_with_saved(config_from_kwargs(resume="x", hyp={"lr0": 0.5}), _saved(tmp_path))
+
+
+def test_what_is_about_the_machine_comes_from_this_call(tmp_path):
+    saved = _saved(tmp_path, device="0,1", workers=3, trackers=["tensorboard"])
+    merged = merge_with_saved(config_from_kwargs(resume="x", project="elsewhere"), saved).config
+    assert (merged.run.device, merged.data.workers, merged.run.trackers) == ("", 8, ())
+
+
+def test_a_measured_batch_size_is_kept(tmp_path):
+    saved = _saved(tmp_path, batch_size=-1)
+    saved.state["batch_size"] = 24
+    assert merge_with_saved(config_from_kwargs(resume="x"), saved).config.data.batch_size == 24
