@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple, TypeVar, overload
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -224,19 +224,9 @@ def make_divisible(value: float, divisor: int) -> int:
     return math.ceil(value / divisor) * divisor
 
 
-@overload
-def check_image_size(size: int, stride: int, floor: int = 0) -> int: ...
-
-
-@overload
-def check_image_size(size: Sequence[int], stride: int, floor: int = 0) -> list[int]: ...
-
-
-def check_image_size(size: int | Sequence[int], stride: int, floor: int = 0) -> int | list[int]:
-    """Image side(s), px, rounded up to a multiple of the network's largest stride and to at least `floor`."""
-    if isinstance(size, int):
-        return max(make_divisible(size, stride), floor)
-    return [max(make_divisible(side, stride), floor) for side in size]
+def check_image_size(size: int, stride: int, floor: int = 0) -> int:
+    """Image side, px, rounded up to a multiple of the network's largest stride and to at least `floor`."""
+    return max(make_divisible(size, stride), floor)
 
 
 class Suppressed(NamedTuple):

@@ -70,16 +70,53 @@ def _val(argv: Sequence[str]) -> int:
     return run_val(config)
 
 
+def _verify_ddp(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="accel-yolo verify-ddp",
+        description="Train a few steps on one process and on several, and measure how far apart they end. Takes every"
+        " flag of `accel-yolo train` too (--data, --cfg, --imgsz, --batch-size, --device, ...).",
+        epilog="Exit code 0: within the tolerance; 3: not; 2: bad input.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--processes", type=int, nargs="+", default=[2], metavar="N", help="numbers to compare with 1")
+    parser.add_argument("--steps", type=int, default=20, help="training steps (default 20)")
+    parser.add_argument("--float64", action="store_true", help="in double precision: what is left is no rounding")
+    parser.add_argument("--no-sync-bn", action="store_true", help="each process its own BatchNorm: should fail")
+    parser.add_argument("--tolerance", type=float, help="for the weights; default 1e-4, with --float64 1e-10")
+    parser.add_argument("--output", default="verify-ddp.json", help="the certificate (default verify-ddp.json)")
+    own, rest = parser.parse_known_args(argv)
+    if own.steps < 1 or any(count < 2 for count in own.processes):
+        raise ConfigError(
+            "verify-ddp needs at least one step and numbers of processes above one.",
+            found=f"--steps {own.steps} --processes {' '.join(map(str, own.processes))}",
+            fix="for example --steps 20 --processes 2 4",
+        )
+    options = parse_train_args(rest)
+    options.sync_bn = not own.no_sync_bn
+    resolved = resolve(options)
+    from accel_yolo.commands.verify_ddp import main as run_verify
+
+    return run_verify(
+        resolved,
+        processes=own.processes,
+        steps=own.steps,
+        double=own.float64,
+        output=own.output,
+        tolerance=own.tolerance,
+    )
+
+
 # Verb -> what it does, and the function that takes the words after it. Torch is imported inside the function.
 VERBS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     TRAIN.verb: ("train a model; without --data on the built-in shapes", _train),
     VAL.verb: ("measure weights on a split of a data set", _val),
+    "verify-ddp": ("prove that several processes train what one does", _verify_ddp),
 }
 
 
 def _usage() -> str:
     lines = ["usage: accel-yolo VERB [flags]", "", "verbs:"]
-    lines += [f"  {verb:<10}{summary}" for verb, (summary, _) in VERBS.items()]
+    lines += [f"  {verb:<12}{summary}" for verb, (summary, _) in VERBS.items()]
     lines += ["", "`accel-yolo VERB --help` lists the flags of a verb; `accel-yolo --version` prints the version."]
     return "\n".join(lines)
 

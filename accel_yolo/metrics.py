@@ -16,7 +16,7 @@ import io
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -148,10 +148,7 @@ class EvalResult:
         """Built-in types ready for JSON, without the curves; NaN becomes None, which JSON can say."""
         scalars = ("precision", "recall", "f1", "best_confidence", "map50", "map50_95", "yolo_map50", "yolo_map50_95")
         return {
-            **{name: _json_number(getattr(self, name)) for name in scalars},
-            "fitness": self.fitness,
-            "images": self.images,
-            "instances": self.instances,
+            **{name: _json_number(getattr(self, name)) for name in (*scalars, "fitness", "images", "instances")},
             "losses": {name: _json_number(value) for name, value in self.losses.items()},
             "coco_stats": list(self.coco_stats),
             "per_class": [
@@ -171,7 +168,7 @@ def score(
     *,
     names: Mapping[int, str],
     losses: Mapping[str, float] | None = None,
-    with_curves: bool = True,
+    with_curves: bool = False,
 ) -> EvalResult:
     """All numbers of a validation from the boxes of every image.
 
@@ -191,19 +188,16 @@ def score(
     """
     num_classes = len(names)
     found, real = _flatten(detections, truths, num_classes)
-    countable = real.only(~real.ignore)
-    covered = _covered_by_ignored(found, real.only(real.ignore), num_classes)
+    countable = _only(real, ~real.ignore)
+    covered = _covered_by_ignored(found, _only(real, real.ignore), num_classes)
     correct = match(found, countable, num_classes)
     yolo = _yolo_scores(found, correct, (covered[:, None] >= IOU_THRESHOLDS) & ~correct, countable, num_classes)
-    coco = coco_map(detections, truths, num_classes)
+    coco = _coco_scores(found, real, num_images=len(truths), num_classes=num_classes)
 
-    instances = np.bincount(countable.labels, minlength=num_classes)
-    image_and_label = np.unique(np.stack([countable.image, countable.labels]), axis=1)
-    images = np.bincount(image_and_label[1], minlength=num_classes)
     curves = None
     if with_curves:
         curves = Curves(
-            labels=tuple(int(label) for label in yolo.labels),
+            labels=tuple(yolo.labels.tolist()),
             confidences=yolo.confidences,
             precision=yolo.precision,
             recall=yolo.recall,
@@ -212,8 +206,8 @@ def score(
             precision_at_recall=yolo.precision_at_recall,
             confusion=_confusion_matrix(found, countable, covered, num_classes),
         )
-    rows = _class_rows(yolo, coco, names, images, instances)
-    has_truths = bool(len(yolo.labels))
+    rows = _class_rows(yolo, coco, countable, names)
+    has_truths = len(yolo.labels) > 0
     return EvalResult(
         precision=_mean([row.precision for row in rows]),
         recall=_mean([row.recall for row in rows]),
@@ -227,31 +221,36 @@ def score(
         losses=dict(losses or {}),
         images=len(truths),
         instances=len(countable.labels),
-        coco_stats=tuple(float(value) for value in coco.stats),
+        coco_stats=tuple(coco.stats.tolist()),
         curves=curves,
     )
 
 
 def _class_rows(
-    yolo: _YoloScores, coco: CocoScores, names: Mapping[int, str], images: np.ndarray, instances: np.ndarray
+    yolo: _YoloScores, coco: CocoScores, truths: FlatTruths, names: Mapping[int, str]
 ) -> tuple[ClassResult, ...]:
-    row_of_label = {int(label): row for row, label in enumerate(yolo.labels)}
+    num_classes = len(names)
+    instances = np.bincount(truths.labels, minlength=num_classes)
+    images = np.bincount(np.unique(truths.image * num_classes + truths.labels) % num_classes, minlength=num_classes)
+    yolo_numbers = np.full((num_classes, 5), np.nan)
+    at_best = [curve[:, yolo.best] for curve in (yolo.precision, yolo.recall, yolo.f1)]
+    yolo_numbers[yolo.labels] = np.column_stack([*at_best, yolo.ap[:, 0], yolo.ap.mean(axis=1)])
     rows = []
-    for label in range(len(names)):
-        row = row_of_label.get(label)
+    for label in range(num_classes):
+        precision, recall, f1, yolo_ap50, yolo_ap50_95 = yolo_numbers[label].tolist()
         rows.append(
             ClassResult(
                 label=label,
                 name=names[label],
                 images=int(images[label]),
                 instances=int(instances[label]),
-                precision=math.nan if row is None else float(yolo.precision[row, yolo.best]),
-                recall=math.nan if row is None else float(yolo.recall[row, yolo.best]),
-                f1=math.nan if row is None else float(yolo.f1[row, yolo.best]),
+                precision=precision,
+                recall=recall,
+                f1=f1,
                 ap50=float(coco.ap50[label]),
                 ap50_95=float(coco.ap50_95[label]),
-                yolo_ap50=math.nan if row is None else float(yolo.ap[row, 0]),
-                yolo_ap50_95=math.nan if row is None else float(yolo.ap[row].mean()),
+                yolo_ap50=yolo_ap50,
+                yolo_ap50_95=yolo_ap50_95,
             )
         )
     return tuple(rows)
@@ -262,41 +261,31 @@ def _mean(values: list[float]) -> float:
     return float(np.mean(defined)) if defined else math.nan
 
 
-@dataclass(frozen=True, slots=True)
-class FlatDetections:
-    """The detections of all images, sorted by image and, within one, by falling score.
+class FlatDetections(NamedTuple):
+    """The detections of all images, sorted by image and, within one, by falling score."""
 
-    Args:
-        image: (M,) int64, position of the image.
-        boxes: (M, 4) float32 xyxy.
-        scores: (M,) float64.
-        labels: (M,) int64.
-    """
-
+    # (M,) int64, position of the image; (M, 4) float64 xyxy; (M,) float64; (M,) int64.
     image: np.ndarray
     boxes: np.ndarray
     scores: np.ndarray
     labels: np.ndarray
 
 
-@dataclass(frozen=True, slots=True)
-class FlatTruths:
-    """The truths of all images, sorted by image.
+class FlatTruths(NamedTuple):
+    """The truths of all images, sorted by image."""
 
-    Args:
-        image: (N,) int64, position of the image.
-        boxes: (N, 4) float32 xyxy.
-        labels: (N,) int64.
-        ignore: (N,) bool.
-    """
-
+    # (N,) int64, position of the image; (N, 4) float64 xyxy; (N,) int64; (N,) bool.
     image: np.ndarray
     boxes: np.ndarray
     labels: np.ndarray
     ignore: np.ndarray
 
-    def only(self, mask: np.ndarray) -> FlatTruths:
-        return FlatTruths(self.image[mask], self.boxes[mask], self.labels[mask], self.ignore[mask])
+
+Flat = TypeVar("Flat", FlatDetections, FlatTruths)
+
+
+def _only(flat: Flat, mask: np.ndarray) -> Flat:
+    return type(flat)(*(column[mask] for column in flat))
 
 
 def _flatten(
@@ -309,13 +298,13 @@ def _flatten(
     order = np.lexsort((-scores, image))
     found = FlatDetections(
         image=image[order],
-        boxes=_joined([item.boxes for item in detections], np.float32, (4,))[order],
+        boxes=_joined([item.boxes for item in detections], np.float64, (4,))[order],
         scores=scores[order],
         labels=_joined([item.labels for item in detections], np.int64)[order],
     )
     real = FlatTruths(
         image=np.repeat(np.arange(len(truths)), [len(item.labels) for item in truths]),
-        boxes=_joined([item.boxes for item in truths], np.float32, (4,)),
+        boxes=_joined([item.boxes for item in truths], np.float64, (4,)),
         labels=_joined([item.labels for item in truths], np.int64),
         ignore=_joined([item.ignore for item in truths], np.bool_),
     )
@@ -365,9 +354,10 @@ def _pairs(
     found: FlatDetections, truths: FlatTruths, num_classes: int, *, least_iou: float, any_class: bool = False
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Detection, truth and IoU of all pairs of one image, and one class, that overlap by `least_iou` or more."""
+    found_areas, truth_areas = _areas(found), _areas(truths)
     parts = []
     for detection, truth, intersection in _intersections(found, truths, 1 if any_class else num_classes):
-        union = _areas(found.boxes[detection]) + _areas(truths.boxes[truth]) - intersection
+        union = found_areas[detection] + truth_areas[truth] - intersection
         iou = intersection / (union + np.float32(1e-7))
         keep = iou >= np.float32(least_iou)
         parts.append((detection[keep], truth[keep], iou[keep]))
@@ -377,9 +367,10 @@ def _pairs(
 
 def _covered_by_ignored(found: FlatDetections, ignored: FlatTruths, num_classes: int) -> np.ndarray:
     """(M,) the largest share of each detection's own area that one ignored truth of its class covers."""
-    covered = np.zeros(len(found.scores), dtype=np.float32)
+    areas = _areas(found)
+    covered = np.zeros(len(areas), dtype=np.float32)
     for detection, _, intersection in _intersections(found, ignored, num_classes):
-        share = intersection / (_areas(found.boxes[detection]) + np.float32(1e-7))
+        share = intersection / (areas[detection] + np.float32(1e-7))
         np.maximum.at(covered, detection, share)
     return covered
 
@@ -388,6 +379,7 @@ def _intersections(
     found: FlatDetections, truths: FlatTruths, num_classes: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     # Pairs of one group (image and class; with one class the labels fall away), as many at once as memory allows.
+    found_boxes, truth_boxes = _in_single_precision(found), _in_single_precision(truths)
     found_group = found.image * num_classes + found.labels % num_classes
     truth_group = truths.image * num_classes + truths.labels % num_classes
     by_group = np.argsort(truth_group, kind="stable")
@@ -401,16 +393,19 @@ def _intersections(
         detection = np.repeat(rows, repeats)
         within = np.arange(len(detection)) - np.repeat(np.cumsum(repeats) - repeats, repeats)
         truth = by_group[np.repeat(start[rows], repeats) + within]
-        yield detection, truth, _paired_intersection(found.boxes[detection], truths.boxes[truth])
+        upper_left = np.maximum(found_boxes[detection, :2], truth_boxes[truth, :2])
+        lower_right = np.minimum(found_boxes[detection, 2:], truth_boxes[truth, 2:])
+        yield detection, truth, (lower_right - upper_left).clip(0).prod(axis=1)
 
 
-def _paired_intersection(boxes1: np.ndarray, boxes2: np.ndarray) -> np.ndarray:
-    sides = np.minimum(boxes1[:, 2:], boxes2[:, 2:]) - np.maximum(boxes1[:, :2], boxes2[:, :2])
-    return sides.clip(0).prod(axis=1)
-
-
-def _areas(boxes: np.ndarray) -> np.ndarray:
+def _areas(flat: FlatDetections | FlatTruths) -> np.ndarray:
+    boxes = _in_single_precision(flat)
     return (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
+
+
+def _in_single_precision(flat: FlatDetections | FlatTruths) -> np.ndarray:
+    # As in the reference: it decides whether an overlap reaches a threshold that it equals, like 3/5 and 0.6.
+    return flat.boxes.astype(np.float32)
 
 
 def _best_of_each(key: np.ndarray, partner: np.ndarray, iou: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -494,10 +489,8 @@ def _confusion_matrix(found: FlatDetections, truths: FlatTruths, covered: np.nda
     Every confident detection counts, in images without truths or matches as well (the reference leaves those out).
     Detections that an ignored truth of their class covers count only where they match.
     """
-    confident = np.flatnonzero(found.scores > CONFUSION_CONFIDENCE)
-    sure = FlatDetections(
-        found.image[confident], found.boxes[confident], found.scores[confident], found.labels[confident]
-    )
+    confident = found.scores > CONFUSION_CONFIDENCE
+    sure = _only(found, confident)
     detection, truth, iou = _pairs(sure, truths, num_classes, least_iou=CONFUSION_IOU, any_class=True)
     above = iou > np.float32(CONFUSION_IOU)
     detection, truth, iou = detection[above], truth[above], iou[above]
@@ -539,27 +532,23 @@ def coco_map(detections: Sequence[Detections], truths: Sequence[Truth], num_clas
         ValueError: if the lists differ in length, a label is out of range, or a number is not finite.
         ImportError: if no engine is installed.
     """
-    # The engines disagree about, or stay silent on, what is checked here.
-    _flatten(detections, truths, num_classes)
-    counts = [len(item.scores) for item in detections]
-    if not sum(counts):
-        return _without_detections(truths, num_classes)
+    found, real = _flatten(detections, truths, num_classes)
+    return _coco_scores(found, real, num_images=len(truths), num_classes=num_classes)
 
-    boxes = _joined([item.boxes for item in detections], np.float64, (4,))
-    rows = np.column_stack(
-        [
-            np.repeat(np.arange(1, len(detections) + 1), counts),
-            boxes[:, :2],
-            boxes[:, 2:] - boxes[:, :2],
-            _joined([item.scores for item in detections], np.float64),
-            _joined([item.labels for item in detections], np.int64),
-        ]
-    )
+
+def _coco_scores(found: FlatDetections, truths: FlatTruths, *, num_images: int, num_classes: int) -> CocoScores:
+    # The engines disagree about, or stay silent on, what `_flatten` has refused.
+    if not len(found.scores):
+        is_present = np.bincount(truths.labels[~truths.ignore], minlength=num_classes) > 0
+        per_class = np.where(is_present, 0.0, np.nan)
+        return CocoScores(np.full(12, 0.0 if is_present.any() else -1.0), per_class, per_class)
+
+    rows = np.column_stack([found.image + 1, _corner_and_sides(found.boxes), found.scores, found.labels])
     data_class, evaluator_class = _coco_engine()
     # They report on stdout, which belongs to the caller.
     with contextlib.redirect_stdout(io.StringIO()):
         annotated = data_class()
-        annotated.dataset = _coco_dataset(truths, num_classes)
+        annotated.dataset = _coco_dataset(truths, num_images, num_classes)
         annotated.createIndex()
         evaluator = evaluator_class(annotated, annotated.loadRes(rows), "bbox")
         evaluator.params.maxDets = [1, 10, 100]
@@ -567,7 +556,7 @@ def coco_map(detections: Sequence[Detections], truths: Sequence[Truth], num_clas
         evaluator.accumulate()
         evaluator.summarize()
     seen = len(evaluator.params.imgIds)
-    assert seen == len(truths), f"the COCO engine saw {seen} images of {len(truths)}"
+    assert seen == num_images, f"the COCO engine saw {seen} images of {num_images}"
     # (10 thresholds, 101 recalls, K); area "all" and 100 detections; -1 for classes without truths.
     precision = np.asarray(evaluator.eval["precision"])[:, :, :, 0, 2]
     is_absent = (precision < 0).all(axis=(0, 1))
@@ -576,13 +565,6 @@ def coco_map(detections: Sequence[Detections], truths: Sequence[Truth], num_clas
         ap50=np.where(is_absent, np.nan, precision[0].mean(axis=0)),
         ap50_95=np.where(is_absent, np.nan, precision.mean(axis=(0, 1))),
     )
-
-
-def _without_detections(truths: Sequence[Truth], num_classes: int) -> CocoScores:
-    labels = _joined([item.labels[~item.ignore] for item in truths], np.int64)
-    is_present = np.bincount(labels, minlength=num_classes) > 0
-    per_class = np.where(is_present, 0.0, np.nan)
-    return CocoScores(np.full(12, 0.0 if is_present.any() else -1.0), per_class, per_class)
 
 
 def _coco_engine() -> tuple[Any, Any]:
@@ -597,29 +579,29 @@ def _coco_engine() -> tuple[Any, Any]:
     raise ImportError("no COCO engine is installed: pip install hotcoco (or faster-coco-eval, or pycocotools)")
 
 
-def _coco_dataset(truths: Sequence[Truth], num_classes: int) -> dict[str, Any]:
+def _coco_dataset(truths: FlatTruths, num_images: int, num_classes: int) -> dict[str, Any]:
     # Image and annotation ids start at 1: the engines take an annotation with id 0 for no match. Sizes are unused.
-    annotations: list[dict[str, Any]] = []
-    for image_id, truth in enumerate(truths, start=1):
-        boxes = np.asarray(truth.boxes, dtype=np.float64)
-        corners_and_sides = np.concatenate([boxes[:, :2], boxes[:, 2:] - boxes[:, :2]], axis=1).tolist()
-        for box, label, ignore in zip(corners_and_sides, truth.labels.tolist(), truth.ignore.tolist(), strict=True):
-            annotations.append(
-                {
-                    "id": len(annotations) + 1,
-                    "image_id": image_id,
-                    "category_id": int(label),
-                    "bbox": box,
-                    "area": box[2] * box[3],
-                    "iscrowd": int(ignore),
-                }
-            )
+    boxes = _corner_and_sides(truths.boxes).tolist()
+    columns = zip((truths.image + 1).tolist(), boxes, truths.labels.tolist(), truths.ignore.tolist(), strict=True)
     return {
         "info": {},
         "images": [
-            {"id": image_id, "file_name": str(image_id), "width": 1, "height": 1}
-            for image_id in range(1, len(truths) + 1)
+            {"id": image, "file_name": str(image), "width": 1, "height": 1} for image in range(1, num_images + 1)
         ],
-        "annotations": annotations,
+        "annotations": [
+            {
+                "id": number,
+                "image_id": image,
+                "category_id": label,
+                "bbox": box,
+                "area": box[2] * box[3],
+                "iscrowd": int(ignore),
+            }
+            for number, (image, box, label, ignore) in enumerate(columns, start=1)
+        ],
         "categories": [{"id": label, "name": str(label)} for label in range(num_classes)],
     }
+
+
+def _corner_and_sides(boxes: np.ndarray) -> np.ndarray:
+    return np.column_stack([boxes[:, :2], boxes[:, 2:] - boxes[:, :2]])

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
     from torch import Tensor
 
 
@@ -63,7 +64,6 @@ class Sample:
         boxes: (N, 4) float32, xyxy, px of `image`.
         labels: (N,) int64 in [0, K).
         letterbox: None once several images were mixed.
-        segments: N polygons of shape (P, 2) float32 px of `image`, each possibly None; None when no object has one.
     """
 
     key: SampleKey
@@ -71,7 +71,6 @@ class Sample:
     boxes: np.ndarray
     labels: np.ndarray
     letterbox: Letterbox | None = None
-    segments: list[np.ndarray | None] | None = None
 
     def __post_init__(self) -> None:
         if self.boxes.ndim != 2 or self.boxes.shape[1] != 4:
@@ -125,10 +124,11 @@ class Batch:
     def __len__(self) -> int:
         return len(self.keys)
 
-    def floats(self, *, channels_last: bool = True) -> Tensor:
-        """The images as (B, 3, H, W) float32 in [0, 1]; the network keeps their memory layout."""
+    def floats(self, *, channels_last: bool = True, dtype: torch.dtype | None = None) -> Tensor:
+        """The images as (B, 3, H, W) in [0, 1], float32 unless `dtype` says else; the network keeps their layout."""
         # The permuted view of NHWC memory is what torch calls channels_last.
-        images = self.images.permute(0, 3, 1, 2).float().div_(255)
+        images = self.images.permute(0, 3, 1, 2)
+        images = (images.float() if dtype is None else images.to(dtype)).div_(255)
         return images if channels_last else images.contiguous()
 
     def to(self, device: Any, non_blocking: bool = False) -> Batch:

@@ -60,7 +60,13 @@ def _validate(config: ValConfig) -> EvalResult:
     split = config.task
 
     def load() -> DataSets:
-        return load_data(config.data, splits=(split,), single_cls=config.single_cls)
+        return load_data(
+            config.data,
+            splits=(split,),
+            single_cls=config.single_cls,
+            bad_images=config.bad_images,
+            index_cache=config.index_cache,
+        )
 
     data = local_main_first(accelerator, load, name=f"data-{split}")
     table = FlatTable(data.splits[split].table)
@@ -72,6 +78,9 @@ def _validate(config: ValConfig) -> EvalResult:
             found=f"{model.num_classes} in {config.weights}, {len(names)} in {config.data}",
             fix="measure on the data set they were trained on, or on one with the same classes",
         )
+    placeholders = {label: str(label) for label in model.names}
+    if model.num_classes == len(names) and model.names not in (names, placeholders):
+        logger.warning("the weights' class names are not the data set's: %s and %s", model.names, names)
     stride = max(model.max_stride, 32)
     image_size = check_image_size(config.image_size, stride, floor=2 * stride)
     if image_size != config.image_size:
@@ -84,6 +93,8 @@ def _validate(config: ValConfig) -> EvalResult:
         rank=accelerator.process_index,
         world=accelerator.num_processes,
         workers=choose_workers(config.workers, launched_processes()[3]),
+        lenient=config.bad_images == "warn",
+        pin_memory=accelerator.device.type == "cuda",
     )
     model = model.to(accelerator.device).to(memory_format=torch.channels_last).fuse()
     settings = EvalConfig(conf_thres=config.conf_thres, iou_thres=config.iou_thres, max_det=config.max_det)
@@ -97,6 +108,7 @@ def _validate(config: ValConfig) -> EvalResult:
         global_batch_size=config.batch_size,
         augment=config.augment,
         single_cls=config.single_cls,
+        with_curves=True,
     )
     log_lines(class_table(result, verbose=config.verbose))
     logger.info(
@@ -113,7 +125,14 @@ def _validate(config: ValConfig) -> EvalResult:
 
     def write() -> Path:
         folder = create_run_folder(Path(config.project), config.name, exist_ok=config.exist_ok, subfolders=())
-        write_settings(folder, {"val.yaml": config.to_dict(), "metrics.json": result.to_dict()})
+        write_settings(
+            folder,
+            {
+                "val.yaml": config.to_dict(),
+                "metrics.json": result.to_dict(),
+                "data.json": {name: report.to_dict() for name, report in data.reports.items()},
+            },
+        )
         return folder
 
     folder = on_main_process(accelerator, write)

@@ -1,7 +1,7 @@
 """From YAML files, flags and keyword arguments to settings; finds the files of `configs/`.
 
-A value comes from the last of these that names it: the defaults of `config/schema.py`, the run file (`--config`, or the
-recipe of the demo set when no data is named), the hyperparameter file (`--hyp`), flags, `--set part.field=value`.
+A value comes from the last of these that names it: the defaults of `config/schema.py`, the recipe of the demo set when
+no data is named, the run file (`--config`), the hyperparameter file (`--hyp`), flags, `--set part.field=value`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,9 @@ from typing import NoReturn
 import yaml
 
 from accel_yolo.config.schema import PARTS, TrainConfig, ValConfig, build_config
-from accel_yolo.errors import ConfigError, did_you_mean
+from accel_yolo.errors import AccelYoloError, ConfigError, did_you_mean
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-# A wheel carries the folder inside the package; a checkout has it beside the package.
-_CONFIG_FOLDERS = (_PACKAGE / "configs", _PACKAGE.parent / "configs")
 _YAML_SUFFIXES = (".yaml", ".yml")
 
 _DEFAULT = "default"
@@ -224,6 +222,8 @@ VAL = FlagTable(
         Flag("--device", "device"),
         Flag("--workers", "workers"),
         Flag("--single-cls", "single_cls"),
+        Flag("--bad-images", "bad_images"),
+        Flag("--index-cache", "index_cache"),
         Flag("--augment", "augment"),
         Flag("--verbose", "verbose"),
         Flag("--half", "half"),
@@ -387,24 +387,77 @@ def find_config(name: str, kind: str) -> Path:
         kind: folder of `configs/`: "models", "hyps", "data", "accelerate" or "recipes".
 
     Raises:
-        ConfigError: if there is no such file; names the nearest of ours.
+        ConfigError: if there is no such file; names the nearest of ours, or the files of the folder that was named.
     """
     given = Path(name).expanduser()
-    if given.is_file():
+    # os.path answers no where pathlib raises, as for a name that is too long.
+    if os.path.isfile(given):  # noqa: PTH113
         return given
+    is_folder = os.path.isdir(given)  # noqa: PTH112
     stem = given.stem if given.suffix.lower() in _YAML_SUFFIXES else given.name
-    # Who writes an absolute path means that very file: a typing error in it must not silently become one of ours.
-    if stem and not given.is_absolute():
-        for folder in _CONFIG_FOLDERS:
-            for suffix in _YAML_SUFFIXES:
-                if (path := folder / kind / f"{stem}{suffix}").is_file():
-                    return path
-    ours = sorted({path.stem for folder in _CONFIG_FOLDERS for path in (folder / kind).glob("*.y*ml")})
+    # Who writes an absolute path, or that of a folder, means that very one: it must not silently become one of ours.
+    if stem and not given.is_absolute() and not (is_folder and given.name != name):
+        for suffix in _YAML_SUFFIXES:
+            if os.path.isfile(path := _config_folder() / kind / f"{stem}{suffix}"):  # noqa: PTH113
+                return path
+    if is_folder:
+        found = sorted(path.name for path in given.glob("*") if path.suffix.lower() in _YAML_SUFFIXES)
+        raise ConfigError(
+            "a YAML file is needed, and this is a folder.",
+            found=f"{given}, which holds {', '.join(found[:10]) or 'no *.yaml or *.yml file'}",
+            fix=f"name the file: {given / found[0]}." if found else "give the path of a YAML file.",
+        )
+    ours = sorted({path.stem for path in (_config_folder() / kind).glob("*.y*ml")})
     raise ConfigError(
         f"there is no such file, and none of that name in configs/{kind}.",
         found=repr(str(name)),
         fix=did_you_mean(stem, ours) if ours else "give the path of an existing YAML file.",
     )
+
+
+def _config_folder() -> Path:
+    """A wheel carries the folder inside the package; a checkout has it beside the package."""
+    packed, checkout = _PACKAGE / "configs", _PACKAGE.parent
+    # Without the second condition an installed package would read whatever `configs` lies in site-packages.
+    if not packed.is_dir() and (checkout / "pyproject.toml").is_file():
+        return checkout / "configs"
+    return packed
+
+
+def read_yaml(path: Path, *, error: type[AccelYoloError] = ConfigError) -> dict[object, object]:
+    """The keys and values of a YAML file.
+
+    Args:
+        error: the class of the errors.
+
+    Raises:
+        AccelYoloError: `error`, if the file cannot be read, is not YAML, or is not a mapping.
+    """
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
+    except yaml.YAMLError as fault:
+        mark = getattr(fault, "problem_mark", None)
+        line = f" line {mark.line + 1}" if mark else ""
+        raise error(
+            "a file is not valid YAML.",
+            found=f"{path}{line}: {getattr(fault, 'problem', None) or ' '.join(str(fault).split())}",
+            fix="correct that line: YAML indents with blanks, wants a blank after the colon, and quotes around a text "
+            "with a colon or a backslash in it.",
+        ) from fault
+    # A date such as 2024-13-45 is a ValueError; so is a text in another encoding.
+    except (OSError, ValueError) as fault:
+        raise error(
+            "a YAML file cannot be read.",
+            found=f"{path}: {fault}",
+            fix="make it a UTF-8 text that you may read; put dates in quotes.",
+        ) from fault
+    if not isinstance(content, dict):
+        raise error(
+            "a YAML file holds no `key: value` lines.",
+            found=f"{path} holds {'nothing' if content is None else type(content).__name__}",
+            fix="compare it with the files of that kind in configs/.",
+        )
+    return content
 
 
 # ---- parsing
@@ -563,18 +616,20 @@ def _nearest_field(name: str) -> str:
 
 
 def _base_layer(config: object, *, explicit: Mapping[str, tuple[object, str]]) -> dict[str, tuple[object, str]]:
-    """What a run starts from: the run file; or the demo's recipe, if nothing says which data or which run."""
+    """What a run starts from: the run file, on the demo's recipe if nothing says which data or which run."""
+    layer: dict[str, tuple[object, str]] = {}
     if config is not None:
         path = find_config(str(config), "recipes")
-        return _run_file_layer(path, origin=f"run file {path}")
-    if "data.source" in explicit or explicit.get("run.resume", ("", ""))[0]:
-        return {}
-    return _run_file_layer(find_config("shapes", "recipes"), origin=_RECIPE)
+        layer = _run_file_layer(path, origin=f"run file {path}")
+    named = {**layer, **explicit}
+    if "data.source" in named or named.get("run.resume", ("", ""))[0]:
+        return layer
+    return _run_file_layer(find_config("shapes", "recipes"), origin=_RECIPE) | layer
 
 
 def _run_file_layer(path: Path, *, origin: str) -> dict[str, tuple[object, str]]:
     layer = {}
-    for part, values in _read_yaml(path).items():
+    for part, values in read_yaml(path).items():
         if part not in PARTS:
             raise _unknown_key(str(part), path, list(PARTS))
         if not isinstance(values, dict):
@@ -598,7 +653,7 @@ def _hyp_layer(hyp: object) -> dict[str, tuple[object, str]]:
         path, origin, values = Path("hyp"), "hyp=", dict(hyp)
     else:
         path = find_config(str(hyp), "hyps")
-        origin, values = f"hyp file {path}", _read_yaml(path)
+        origin, values = f"hyp file {path}", read_yaml(path)
     layer = {}
     for key, value in values.items():
         if key not in HYP_FIELDS:
@@ -606,30 +661,6 @@ def _hyp_layer(hyp: object) -> dict[str, tuple[object, str]]:
         name = HYP_FIELDS[key]
         layer[name] = (_converted(TRAIN.fields[name], value), origin)
     return layer
-
-
-def _read_yaml(path: Path) -> dict[object, object]:
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
-    except yaml.YAMLError as fault:
-        mark = getattr(fault, "problem_mark", None)
-        line = f" line {mark.line + 1}" if mark else ""
-        raise ConfigError(
-            "a settings file is not valid YAML.",
-            found=f"{path}{line}: {getattr(fault, 'problem', None) or fault}",
-            fix="correct that line (YAML indents with blanks, and wants a blank after the colon).",
-        ) from fault
-    except (OSError, UnicodeDecodeError) as fault:
-        raise ConfigError(
-            "a settings file cannot be read.", found=f"{path}: {fault}", fix="correct the file."
-        ) from fault
-    if not isinstance(content, dict):
-        raise ConfigError(
-            "a settings file holds no `key: value` lines.",
-            found=f"{path} holds {'nothing' if content is None else type(content).__name__}",
-            fix="compare it with the files in configs/hyps and configs/recipes.",
-        )
-    return content
 
 
 def _unknown_key(key: str, path: Path, known: list[str]) -> ConfigError:

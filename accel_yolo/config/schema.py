@@ -368,6 +368,8 @@ class ValConfig:
     device: str = _setting("", "'' = what the launcher gives, `cpu`, `0`, or `0,1` for as many processes")
     workers: int = _setting(8, "most loader processes per rank; never more than the cores allow")
     single_cls: bool = _setting(False, "treat all classes as one")
+    bad_images: str = _setting("skip", "truncated or undecodable images: skip, warn (keep what decodes), error")
+    index_cache: str = _setting("", "folder for the data index; empty = the user's cache folder")
     augment: bool = _setting(False, "test-time augmentation: three scales, one of them mirrored")
     verbose: bool = _setting(False, "one line per class")
     half: bool = _setting(False, "fp16 on a GPU")
@@ -378,8 +380,9 @@ class ValConfig:
 
     def __post_init__(self) -> None:
         faults = _Faults("val")
-        for name in ("weights", "data", "device", "project", "name"):
+        for name in ("weights", "data", "device", "project", "name", "index_cache"):
             faults.text(name, getattr(self, name))
+        faults.choice("bad_images", self.bad_images, BAD_IMAGE_POLICIES)
         for name in ("single_cls", "augment", "verbose", "half", "exist_ok", "noplots"):
             faults.flag(name, getattr(self, name))
         faults.check(self.weights != "", "weights is empty, must name the weights to measure")

@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Sequence
 
+import cv2
 import numpy as np
 import torch
 from datasets import Dataset as Table
@@ -41,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 # Streams of a sample's chance. Each draws everything it may need, in the order written in the function that uses it,
 # so that one setting does not change what another one draws.
-GEOMETRY, MIXUP, COLOUR = range(3)
+GEOMETRY, MIXUP, COLOUR, PASTING, MIXUP_PASTING = range(5)
 # Objects end this far inside the image, so that normalised values stay below 1 (data.md section 5).
 _EDGE_MARGIN = 0.001
 # Failures of the machine, not of the file: hiding them would turn every image grey.
@@ -98,7 +99,7 @@ class DetectionDataset(Dataset[Sample]):
         # Drawn also for rectangular batches, which have no mosaic.
         is_mosaic = rng.random() < augment.mosaic and key.input_size is None
         if is_mosaic:
-            image, boxes, labels = self._mosaic(key.index, augment, rng)
+            image, boxes, labels = self._mosaic(key.index, augment, rng, generator(self.seed, key, PASTING))
             image, boxes, labels = self._mixup(image, boxes, labels, key, augment)
         else:
             image, boxes, labels = self._single(key, augment, rng)
@@ -106,7 +107,7 @@ class DetectionDataset(Dataset[Sample]):
         return _sample(key, image, boxes, labels, None)
 
     def _mosaic(
-        self, index: int, augment: AugmentConfig, rng: np.random.Generator
+        self, index: int, augment: AugmentConfig, rng: np.random.Generator, pasting: np.random.Generator
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Draws three partners from all rows, the order of the four, the centre; then `show_random`."""
         rows = rng.permutation([index, *rng.integers(len(self), size=3)]).tolist()
@@ -117,7 +118,7 @@ class DetectionDataset(Dataset[Sample]):
             lambda position, reduction: self._load(rows[position], reduction),
             (2 * self.image_size, 2 * self.image_size),
         )
-        return show_random(layout, augment, (self.image_size, self.image_size), rng)
+        return show_random(layout, augment, (self.image_size, self.image_size), rng=rng, pasting=pasting)
 
     def _mixup(
         self, image: np.ndarray, boxes: np.ndarray, labels: np.ndarray, key: SampleKey, augment: AugmentConfig
@@ -127,7 +128,8 @@ class DetectionDataset(Dataset[Sample]):
         if rng.random() >= augment.mixup:
             return image, boxes, labels
         share, row = rng.beta(32.0, 32.0), int(rng.integers(len(self)))
-        other_image, other_boxes, other_labels = self._mosaic(row, augment, rng)
+        pasting = generator(self.seed, key, MIXUP_PASTING)
+        other_image, other_boxes, other_labels = self._mosaic(row, augment, rng, pasting)
         return (
             blend(image, other_image, share),
             np.concatenate([boxes, other_boxes]),
@@ -226,6 +228,7 @@ def train_loader(
     lenient: bool = False,
     workers: int = 0,
     start_method: str | None = None,
+    pin_memory: bool = False,
 ) -> DataLoader:
     """Global training batches for `accelerator.prepare` with `split_batches=True`.
 
@@ -238,13 +241,18 @@ def train_loader(
         lenient: use what there is of truncated images: `bad_images == "warn"`.
         workers: loader processes of this rank, already limited by `choose_workers`.
         start_method: of these processes; None = the platform's.
+        pin_memory: copy batches to page-locked memory, for a CUDA device; makes a CUDA context.
     """
     dataset = DetectionDataset(table, image_size=image_size, augment=augment, seed=seed, lenient=lenient)
     sampler = EpochSampler(
         dataset.flat.sizes_hw, batch_size=batch_size, seed=seed, image_size=image_size, stride=stride, rect=rect
     )
     return DataLoader(
-        dataset, batch_size=batch_size, sampler=sampler, drop_last=True, **_loader_options(workers, start_method)
+        dataset,
+        batch_size=batch_size,
+        sampler=sampler,
+        drop_last=True,
+        **_loader_options(workers, start_method, pin_memory),
     )
 
 
@@ -261,6 +269,7 @@ def val_loader(
     lenient: bool = False,
     workers: int = 0,
     start_method: str | None = None,
+    pin_memory: bool = False,
 ) -> DataLoader:
     """This rank's part of every global validation batch; not to be prepared, it is already sliced.
 
@@ -277,14 +286,17 @@ def val_loader(
         pad=pad,
         rect=rect,
     )
-    return DataLoader(dataset, batch_sampler=sampler, **_loader_options(workers, start_method))
+    return DataLoader(dataset, batch_sampler=sampler, **_loader_options(workers, start_method, pin_memory))
 
 
-def _loader_options(workers: int, start_method: str | None) -> dict:
+def _loader_options(workers: int, start_method: str | None, pin_memory: bool) -> dict:
+    if not workers:
+        # Images are made in this process, by one thread as in a worker.
+        cv2.setNumThreads(0)
     return {
         "num_workers": workers,
         "collate_fn": collate,
-        "pin_memory": torch.cuda.is_available(),
+        "pin_memory": pin_memory,
         "persistent_workers": workers > 0,
         "worker_init_fn": functools.partial(start_loader_worker, parent=os.getpid()),
         "multiprocessing_context": start_method if workers > 0 else None,

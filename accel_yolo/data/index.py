@@ -26,7 +26,7 @@ import pyarrow as pa
 from datasets import Dataset
 
 from accel_yolo.data.sources.yolo_txt import image_ids, label_path, parse_labels
-from accel_yolo.data.table import Finding, Rows, ScanReport, SplitTable, build_table, judge
+from accel_yolo.data.table import MAX_CLIPPED_FINDINGS, Finding, Rows, ScanReport, SplitTable, build_table, judge
 from accel_yolo.data.workers import start_worker, usable_cores
 from accel_yolo.errors import DataError
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Raise it whenever the same files would give another table or report.
-READER_VERSION = 1
+READER_VERSION = 2
 # Starting processes costs more than it saves below this many files.
 _MIN_FILES_FOR_POOL = 500
 _CHUNK = 64
@@ -102,10 +102,12 @@ def default_cache_folder() -> Path:
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
-    """Size and time of the last change, None if there is no such file."""
+    """Size and time of the last change, None if there is no such file or it cannot be asked."""
     try:
         status = os.stat(path)  # noqa: PTH116 - half the cost of Path.stat, for every file of a data set
-    except (FileNotFoundError, NotADirectoryError):
+    except OSError as reason:
+        if reason.errno in _MACHINE_ERRORS:
+            raise
         return None
     return status.st_size, status.st_mtime_ns
 
@@ -113,7 +115,7 @@ def _stamp(path: Path) -> tuple[int, int] | None:
 def _check_some_exist(images: Sequence[Path], stamps: Sequence[tuple], split: str) -> None:
     if images and all(image is None for image, _ in stamps):
         raise DataError(
-            f"none of the {len(images)} images of `{split}` exists.",
+            f"none of the {len(images)} images of `{split}` exists or may be looked at.",
             found=f"first: {images[0]}",
             fix="correct the list: lines start at `path`, at the list's folder (`./`), or in the working directory.",
         )
@@ -179,8 +181,8 @@ def _scan(
         if scan.damage:
             report.damaged += 1
             report.findings.append(Finding(str(image), None, scan.damage, "damaged"))
-    if report.damaged:
-        _tell_damage(report, options.bad_images)
+    if report.damaged and options.bad_images == "error":
+        raise _damage_error(report)
     kept = [position for position, scan in enumerate(scans) if scan.size_hw is not None]
     report.unlabelled = sum(not scans[position].has_label_file for position in kept)
     rows = _judged_rows(
@@ -196,22 +198,11 @@ def _scan(
     return build_table(rows, options.names), report
 
 
-def _tell_damage(report: ScanReport, policy: str) -> None:
-    first = "; ".join(f"{finding.file} ({finding.reason})" for finding in report.findings[:3])
-    if policy == "error":
-        raise DataError(
-            f"{report.damaged} of {report.images} images of `{report.split}` cannot be read whole.",
-            found=first,
-            fix="replace or remove them, or leave them out with `--bad-images skip`.",
-        )
-    fate = "are left out" if policy == "skip" else "are used as far as they give pixels"
-    logger.warning(
-        "%d of %d images of %s cannot be read whole and %s: %s",
-        report.damaged,
-        report.images,
-        report.split,
-        fate,
-        first,
+def _damage_error(report: ScanReport) -> DataError:
+    return DataError(
+        f"{report.damaged} of {report.images} images of `{report.split}` cannot be read whole.",
+        found="; ".join(map(str, report.findings[:3])),
+        fix="replace or remove them, or leave them out with `--bad-images skip`.",
     )
 
 
@@ -232,10 +223,13 @@ def _judged_rows(
     _check_classes(classes, lines, row_of_box, labels, options)
 
     sizes_of_boxes = sizes_hw[row_of_box]
-    judgement = judge(normalised * sizes_of_boxes[:, [1, 0, 1, 0]], sizes_of_boxes)
+    # What overflows is judged as not finite.
+    with np.errstate(over="ignore"):
+        boxes = normalised * sizes_of_boxes[:, [1, 0, 1, 0]]
+    judgement = judge(boxes, sizes_of_boxes)
     for position, reason in judgement.reasons.items():
         report.findings.append(Finding(str(labels[row_of_box[position]]), int(lines[position]), reason, "rejected"))
-    for position in np.flatnonzero(judgement.clipped).tolist():
+    for position in np.flatnonzero(judgement.clipped)[:MAX_CLIPPED_FINDINGS].tolist():
         reason = "the box leaves the image by up to a pixel"
         report.findings.append(Finding(str(labels[row_of_box[position]]), int(lines[position]), reason, "clipped"))
     report.rejected = sum(finding.verdict == "rejected" for finding in report.findings)
@@ -334,7 +328,9 @@ def _scan_pair(image: str, label: str, *, keep_damaged: bool) -> Scan:
         data = Path(label).read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return Scan(size_hw, False, damage, *parse_labels(b""))
-    except (PermissionError, IsADirectoryError) as reason:
+    except OSError as reason:
+        if reason.errno in _MACHINE_ERRORS:
+            raise
         labels = parse_labels(b"")
         labels.problems.append((None, f"the label file cannot be read: {reason.strerror}", "rejected"))
         return Scan(size_hw, True, damage, *labels)
@@ -410,6 +406,8 @@ def _decodable_size(path: str) -> tuple[int, int] | None:
 
     try:
         image = decode_image(np.fromfile(path, np.uint8), lenient=True)
-    except (FileNotFoundError, PermissionError, UnreadableImage):
+    except (OSError, UnreadableImage) as reason:
+        if getattr(reason, "errno", None) in _MACHINE_ERRORS:
+            raise
         return None
     return image.shape[0], image.shape[1]

@@ -62,7 +62,8 @@ def load_data(
     """
     path = find_config(source, "data")
     values = load_yaml(path)
-    if "source" in values:
+    # Exporters write a `source` beside these keys to say where a data set came from.
+    if "source" in values and not values.keys() & {"train", "val", "names"}:
         tables, names = _drawn(path, values, splits, single_cls=single_cls)
     else:
         spec = read_spec(path, values)
@@ -73,6 +74,7 @@ def load_data(
         tables = {split: _indexed(spec, split, options, cache) for split in wanted}
     for table in tables.values():
         logger.info("%s", table.report.summary())
+        _warn(table.report, bad_images)
     if "train" in tables:
         _check_trainable(tables["train"], path)
     return DataSets(tables, dict(enumerate(names)), path)
@@ -88,9 +90,9 @@ def _merged_names(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _drawn(
-    path: Path, values: dict[str, object], splits: tuple[str, ...] | None, *, single_cls: bool
+    path: Path, values: dict[object, object], splits: tuple[str, ...] | None, *, single_cls: bool
 ) -> tuple[dict[str, SplitTable], tuple[str, ...]]:
-    settings = dict(values)
+    settings = {str(name): value for name, value in values.items()}
     source = settings.pop("source")
     if source not in _SOURCES:
         raise ConfigError(
@@ -111,6 +113,26 @@ def _drawn(
         split: SplitTable(merge_classes(table.table, names[0]), replace(table.report, classes=names))
         for split, table in tables.items()
     }, names
+
+
+def _warn(report: ScanReport, bad_images: str) -> None:
+    """One warning of what was left out, and one of a split that measures nothing."""
+    if report.rejected or report.duplicates or report.damaged:
+        fate = "used as far as they give pixels" if bad_images == "warn" else "left out"
+        counts = {
+            "rejected label rows": report.rejected,
+            "duplicate label rows": report.duplicates,
+            f"damaged images ({fate})": report.damaged,
+        }
+        first = [str(finding) for finding in report.findings if finding.verdict != "clipped"][:3]
+        logger.warning(
+            "%s: %s. First: %s. The whole list is in data.json of the run folder.",
+            report.split,
+            ", ".join(f"{what}: {count}" for what, count in counts.items() if count),
+            "; ".join(first),
+        )
+    if report.split != "train" and not report.boxes:
+        logger.warning("%s: no image has a usable box, so nothing can be measured on it", report.split)
 
 
 def _check_trainable(table: SplitTable, path: Path) -> None:

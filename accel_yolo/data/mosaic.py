@@ -134,7 +134,9 @@ class Layout:
         return output, unreadable
 
     def _image(self, position: int, reduction: int) -> np.ndarray:
-        # Pasting needs the same pixels twice.
+        # Only pasting shows an image twice; otherwise four large ones would be alive where one is enough.
+        if not self._pasted:
+            return self._load(position, reduction)
         if (position, reduction) not in self._pixels:
             self._pixels[position, reduction] = self._load(position, reduction)
         return self._pixels[position, reduction]
@@ -147,9 +149,14 @@ def hidden_share(box: np.ndarray, others: np.ndarray) -> np.ndarray:
 
 
 def show_random(
-    layout: Layout, augment: AugmentConfig, output_hw: tuple[int, int], rng: np.random.Generator
+    layout: Layout,
+    augment: AugmentConfig,
+    output_hw: tuple[int, int],
+    *,
+    rng: np.random.Generator,
+    pasting: np.random.Generator,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Copy-paste, then a random perspective; draws the objects to paste first, then the geometry."""
+    """Copy-paste, whose objects `pasting` draws, then a random perspective, drawn from `rng`."""
     if augment.copy_paste:
-        layout.paste_mirrored(augment.copy_paste, rng)
+        layout.paste_mirrored(augment.copy_paste, pasting)
     return layout.show(draw_geometry(augment, rng), output_hw)

@@ -25,6 +25,8 @@ from accel_yolo.structures import Letterbox
 FILL = 114
 # A JPEG decoder can deliver a half, a quarter or an eighth of the size for less work.
 _JPEG_START, _JPEG_END = b"\xff\xd8", b"\xff\xd9"
+# Bytes 4 to 8 of AVIF and its relatives, whose orientation OpenCV ignores.
+_ISO_MEDIA_MARK = b"ftyp"
 _REDUCED_FLAGS = {2: cv2.IMREAD_REDUCED_COLOR_2, 4: cv2.IMREAD_REDUCED_COLOR_4, 8: cv2.IMREAD_REDUCED_COLOR_8}
 # Cropping rounds the source window to whole pixels. Above this enlargement the shift would be seen, so we warp.
 _MAX_CROP_SCALE = 1.5
@@ -48,6 +50,8 @@ def decode_image(data: np.ndarray, *, reduction: int = 1, lenient: bool = False)
     Raises:
         UnreadableImage: if neither OpenCV nor Pillow can decode it.
     """
+    if data[4:8].tobytes() == _ISO_MEDIA_MARK:
+        return _decode_with_pillow(data)
     is_jpeg = data[:2].tobytes() == _JPEG_START
     if lenient and is_jpeg:
         # Data that stop without an end mark make OpenCV give up; with one, the decoder fills in.

@@ -272,9 +272,9 @@ def finish(accelerator: Accelerator, world: World) -> None:
             tracker.finish()
 
 
-def synchronise_batchnorm(model: nn.Module, accelerator: Accelerator, world: World) -> nn.Module:
-    """`model` with BatchNorm over all processes; a process that is alone computes the same numbers as several would."""
-    return convert_sync_batchnorm(model, world.side_group, device_type=accelerator.device.type)
+def synchronise_batchnorm(model: nn.Module, accelerator: Accelerator, world: World) -> None:
+    """Let the BatchNorms of `model` work over all processes; one that is alone then computes what several would."""
+    convert_sync_batchnorm(model, world.side_group, device_type=accelerator.device.type)
 
 
 class PendingSum:

@@ -80,6 +80,7 @@ def evaluate(
     loss_fn: DetectionLoss | None = None,
     augment: bool = False,
     single_cls: bool = False,
+    with_curves: bool = False,
 ) -> EvalResult:
     """Measure `model` on all images of `table`; every process must call this.
 
@@ -93,6 +94,7 @@ def evaluate(
         loss_fn: None leaves the losses out; so does `augment`.
         augment: test-time augmentation.
         single_cls: suppress boxes across classes, and count all as class 0.
+        with_curves: also what pictures of curves and confusions need.
 
     Returns:
         The same on every process, whatever their number.
@@ -115,7 +117,8 @@ def evaluate(
 
     def result() -> EvalResult:
         losses = _mean_losses(shares, loss_fn) if loss_fn is not None and not augment else {}
-        return score(_by_row(shares, len(table)), _truths(table), names=names, losses=losses)
+        found, truths = _by_row(shares, len(table)), _truths(table)
+        return score(found, truths, names=names, losses=losses, with_curves=with_curves)
 
     return on_main_process(accelerator, result)
 
@@ -170,13 +173,13 @@ def _add_batch(
     augment: bool,
     single_cls: bool,
 ) -> None:
-    images = batch.floats()
+    images = batch.floats(dtype=next(model.parameters()).dtype)
     with accelerator.autocast():
         decoded, maps = (model.forward_augmented(images), None) if augment else model(images)
     if loss_fn is not None and maps is not None:
         assignment = loss_fn.assign(batch.targets, batch_size=len(batch), image_hw=(images.shape[2], images.shape[3]))
         global_batch = batch.keys[0].place // global_batch_size
-        sums = loss_fn.level_sums([level.float() for level in maps], assignment)
+        sums = loss_fn.level_sums(maps, assignment)
         share.losses[global_batch] = sums.cpu().numpy(), assignment.counts.cpu().numpy()
     found = non_max_suppression(
         decoded,

@@ -43,6 +43,7 @@ class Trainee:
         batch_size: GLOBAL images per step.
         image_size: side of the square input, px; the centre of `--multi-scale`.
         stride: the model's largest stride, px.
+        dtype: of weights and images; float32 but for proofs.
         seed: of the run; draws the sizes of `multi_scale`.
     """
 
@@ -59,6 +60,7 @@ class Trainee:
     seed: int = 0
     multi_scale: bool = False
     channels_last: bool = True
+    dtype: torch.dtype = torch.float32
 
 
 @dataclass(slots=True)
@@ -171,7 +173,7 @@ def train_step(batch: Batch, trainee: Trainee, state: TrainState) -> Losses:
     plan = trainee.schedule.at(state.micro_step)
     plan.apply(optimizer)
     is_update = state.micro_step - state.last_update >= plan.accumulate
-    images = batch.floats(channels_last=trainee.channels_last)
+    images = batch.floats(channels_last=trainee.channels_last, dtype=trainee.dtype)
     if trainee.multi_scale:
         images = resize_images(
             images, multi_scale_size(trainee.seed, state.micro_step, trainee.image_size, trainee.stride), trainee.stride

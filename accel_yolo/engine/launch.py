@@ -9,7 +9,7 @@ import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,6 +84,7 @@ def start_processes(
     num_processes: int,
     callbacks: object = None,
     environment: Mapping[str, str],
+    before_removal: Callable[[Path], None] | None = None,
 ) -> dict[str, Any]:
     """Run `python -m module FOLDER` on several processes and return what rank 0 left in `FOLDER/result.json`.
 
@@ -92,6 +93,7 @@ def start_processes(
 
     Args:
         environment: of the processes.
+        before_removal: called with the folder after success, for what else was left there.
 
     Raises:
         LaunchError: if a process failed for a reason that is not the user's; its traceback was printed.
@@ -112,6 +114,8 @@ def start_processes(
                 found=f"exit code {code} of {num_processes} processes",
                 fix="see the last lines above; the same settings with one process often show more",
             )
+        if before_removal is not None:
+            before_removal(Path(folder))
         return json.loads(result.read_text())
 
 

@@ -22,6 +22,10 @@ GENERATIONS = 1000
 KMEANS_RESTARTS = 30
 # Boxes with both sides below this carry no shape; no anchor side is made smaller either.
 SMALLEST_SIDE = 2.0
+# The search looks at no more than a sample of this size; what it finds is judged by all boxes.
+SEARCH_BOXES = 50_000
+# Compared with the anchors at once; it bounds the memory.
+BOXES_AT_ONCE = 50_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +72,16 @@ def check_anchors(label_sizes: np.ndarray, anchors: np.ndarray, *, threshold: fl
     """
     if len(label_sizes) == 0:
         return AnchorMetrics(0.0, 0.0, 0.0)
-    agreement = _agreement(label_sizes, anchors)
-    best = agreement.max(axis=0)
-    matches = agreement > 1 / threshold
-    return AnchorMetrics(
-        bpr=float((best > 1 / threshold).mean()),
-        aat=float(matches.sum(axis=0).mean()),
-        fitness=_fitness(best, threshold),
-    )
+    matched = pairs = fitness = 0.0
+    for start in range(0, len(label_sizes), BOXES_AT_ONCE):
+        agreement = _agreement(label_sizes[start : start + BOXES_AT_ONCE], anchors)
+        best = agreement.max(axis=0)
+        is_match = best > 1 / threshold
+        matched += is_match.sum()
+        pairs += (agreement > 1 / threshold).sum()
+        fitness += (best * is_match).sum()
+    number = len(label_sizes)
+    return AnchorMetrics(bpr=float(matched / number), aat=float(pairs / number), fitness=float(fitness / number))
 
 
 def fit_anchors(
@@ -89,6 +95,8 @@ def fit_anchors(
     generations: int = GENERATIONS,
 ) -> AnchorResult:
     """Keep anchors that fit; else search for better ones, and use them only if more boxes find an anchor.
+
+    All boxes are asked whether anchors fit; of more than 50 000, the search sees a random sample of that size.
 
     Args:
         label_sizes: (N, 2) px, see `scale_label_sizes`.
@@ -111,6 +119,8 @@ def fit_anchors(
     usable = label_sizes[(label_sizes >= SMALLEST_SIDE).any(axis=1)]
     if len(usable) == 0:
         usable = label_sizes
+    if len(usable) > SEARCH_BOXES:
+        usable = rng.choice(usable, SEARCH_BOXES, replace=False, shuffle=False)
     flat = cluster_anchors(usable, num_anchors=anchors.shape[0] * anchors.shape[1], image_size=image_size, rng=rng)
     flat = refine_anchors(usable, flat, threshold=threshold, generations=generations, rng=rng)
     candidate = order_levels(flat.reshape(anchors.shape), strides)
@@ -195,7 +205,7 @@ def refine_anchors(
     label_sizes: np.ndarray, anchors: np.ndarray, *, threshold: float, generations: int, rng: np.random.Generator
 ) -> np.ndarray:
     """Random changes of (number, 2) px anchors, each kept if the fitness grows; the result is sorted by area."""
-    fitness = _fitness(_agreement(label_sizes, anchors).max(axis=0), threshold)
+    fitness = check_anchors(label_sizes, anchors, threshold=threshold).fitness
     for _ in range(generations):
         factors = np.ones(anchors.shape)
         while (factors == 1).all():
@@ -203,7 +213,7 @@ def refine_anchors(
             factors = chosen * rng.random() * rng.standard_normal(anchors.shape) * 0.1 + 1
             factors = factors.clip(0.3, 3.0)
         candidate = np.maximum(anchors * factors, SMALLEST_SIDE)
-        candidate_fitness = _fitness(_agreement(label_sizes, candidate).max(axis=0), threshold)
+        candidate_fitness = check_anchors(label_sizes, candidate, threshold=threshold).fitness
         if candidate_fitness > fitness:
             anchors, fitness = candidate, candidate_fitness
     return _by_area(anchors)
@@ -217,10 +227,6 @@ def _agreement(label_sizes: np.ndarray, anchors: np.ndarray) -> np.ndarray:
         widths = boxes[0] / sizes[:, :1]
         heights = boxes[1] / sizes[:, 1:]
         return np.minimum(np.minimum(widths, 1 / widths), np.minimum(heights, 1 / heights))
-
-
-def _fitness(best: np.ndarray, threshold: float) -> float:
-    return float((best * (best > 1 / threshold)).mean())
 
 
 def _by_area(anchors: np.ndarray) -> np.ndarray:

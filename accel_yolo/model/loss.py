@@ -329,6 +329,11 @@ def _assign_level(targets: Targets, anchors: Tensor, grid_hw: tuple[int, int], a
     )
 
 
+def _precise(values: Tensor) -> Tensor:
+    # At least float32: half types would lose small boxes; float64 stays, for proofs.
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
 class _ObjectnessAndRows(torch.autograd.Function):
     """(B, A, H, W, C) map -> (B, A, H, W) objectness of all cells and (P, C) matched rows, both logits in float32.
 
@@ -341,7 +346,7 @@ class _ObjectnessAndRows(torch.autograd.Function):
         # Its values are not needed again, only its layout: keeping the map itself would keep the memory.
         ctx.layout = level_map.shape, level_map.stride(), level_map.dtype, level_map.device
         rows = level_map[level.image, level.anchor, level.gy, level.gx]
-        return level_map[..., OBJECTNESS].float(), rows.float()
+        return _precise(level_map[..., OBJECTNESS]), _precise(rows)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -1,6 +1,7 @@
 """One run on 1, 2 and 3 processes: the same batches, losses, metrics and weights; and everything agreed."""
 
 import json
+import math
 import sys
 
 import pytest
@@ -8,7 +9,11 @@ import torch
 from safetensors.torch import load_file
 
 from accel_yolo.engine.run_folder import read_results
+from accel_yolo.model.detector import DetectionModel
 from tests.processes import REPOSITORY, run_command
+
+# In one worker, because the run on one process is made once for all.
+pytestmark = pytest.mark.xdist_group("invariance")
 
 TINY = "source: shapes\nnum_train: 21\nnum_val: 7\nimage_size: 64\nseed: 0\n"
 LIMIT = 200
@@ -75,11 +80,18 @@ def test_the_same_run_on_several_processes(tmp_path, alone, processes):
         for name in ("train/box_loss", "train/obj_loss", "train/cls_loss", "val/box_loss", "val/obj_loss"):
             assert rank["epochs"][0][name] == pytest.approx(expected["epochs"][0][name], rel=1e-3), name
         assert rank["metrics"] == ranks[0]["metrics"], "the result is the same on every rank"
-    weights = [
-        load_file(folder / "runs/exp/weights/last.safetensors") for folder in (expected_folder, tmp_path / "run")
-    ]
-    for name, value in weights[0].items():
-        assert torch.allclose(value.float(), weights[1][name].float(), atol=2e-3), name
+    assert _distance(expected_folder, tmp_path / "run") < 0.02
+
+
+def _distance(folder, other) -> float:
+    """|w_N - w_1| / |w_1 - w_0| of the weight averages: how far apart two runs are, as a part of the way travelled."""
+    left, right = (load_file(path / "runs/exp/weights/last.safetensors") for path in (folder, other))
+    torch.manual_seed(0)
+    start = DetectionModel("yolov5-shapes", num_classes=3).state_dict()
+    names = [name for name, value in left.items() if value.is_floating_point()]
+    apart = sum(float((left[name] - right[name]).double().square().sum()) for name in names)
+    travelled = sum(float((left[name] - start[name]).double().square().sum()) for name in names)
+    return math.sqrt(apart / travelled)
 
 
 def test_own_statistics_are_merged_for_what_is_measured_and_saved(tmp_path):

@@ -6,6 +6,9 @@ import pytest
 
 from tests.processes import REPOSITORY, run_command
 
+# In one worker, one after the other, so that each launcher's losses are compared with the first one's.
+pytestmark = pytest.mark.xdist_group("launchers")
+
 TINY = "source: shapes\nnum_train: 16\nnum_val: 6\nimage_size: 64\nseed: 0\n"
 FLAGS = [
     "--data", "tiny.yaml", "--cfg", "yolov5-shapes", "--imgsz", "64", "--batch-size", "8", "--epochs", "1",

@@ -106,7 +106,7 @@ def test_the_confusion_matrix_is_the_references_and_the_false_positives_it_forge
         if not (box_iou(torch.from_numpy(real.boxes), confident.boxes) > 0.45).any():
             for label in confident.labels.tolist():
                 expected[label, -1] += 1
-    result = score(detections, truths, names=names)
+    result = score(detections, truths, names=names, with_curves=True)
     np.testing.assert_array_equal(result.curves.confusion, expected)
 
 

@@ -105,9 +105,10 @@ def test_boxes_come_back_from_the_letterbox():
     assert scale_boxes(on_input - 1000, input_hw, original_hw).tolist() == [[0.0] * 4]
 
 
-def test_image_sizes_are_rounded_up_to_the_stride():
+def test_image_sizes_are_rounded_up_to_the_stride_and_to_the_floor():
     assert check_image_size(100, 32) == 128
-    assert check_image_size([100, 64], 32, 96) == [128, 96]
+    assert check_image_size(64, 32) == 64
+    assert check_image_size(64, 32, floor=96) == 96
 
 
 def random_predictions(num_rows, num_classes, *, seed, on_whole_pixels=False):

@@ -72,10 +72,13 @@ def test_the_table_lists_every_class_and_leaves_absent_ones_out_of_the_means():
 
 @pytest.mark.parametrize("detections", [[found(), found()], [found((0, BOX, 0.9)), found((1, FAR, 0.8))]])
 def test_without_any_truth_the_numbers_are_undefined_and_so_is_the_fitness(detections):
-    result = score(detections, [truth(), truth()], names=NAMES)
+    result = score(detections, [truth(), truth()], names=NAMES, with_curves=True)
     for name in ("precision", "recall", "f1", "best_confidence", "map50", "map50_95", "yolo_map50", "yolo_map50_95"):
         assert math.isnan(getattr(result, name)), name
     assert math.isnan(result.fitness)
+    plain = json.loads(json.dumps(result.to_dict(), allow_nan=False))
+    assert plain["fitness"] is None
+    assert plain["map50"] is None
     assert set(result.coco_stats) == {-1.0}
     # False positives count all the same.
     assert result.curves.confusion.sum() == sum(len(item) for item in detections)
@@ -88,7 +91,7 @@ def test_no_image_at_all_is_no_crash():
 
 
 def test_truths_without_any_detection_score_zero():
-    result = score([found()], [truth((0, BOX))], names=NAMES)
+    result = score([found()], [truth((0, BOX))], names=NAMES, with_curves=True)
     assert (result.map50, result.map50_95, result.yolo_map50, result.precision, result.recall) == (0, 0, 0, 0, 0)
     assert result.coco_stats == (0.0,) * 12
     assert result.curves.confusion[3, 0] == 1
@@ -130,9 +133,9 @@ def test_pairs_in_small_portions_give_the_same_matches(monkeypatch):
         found(*[(int(rng.integers(0, 3)), box + rng.normal(0, 3, 4), float(rng.random())) for box in boxes])
         for _ in range(3)
     ]
-    whole = score(detections, truths, names=NAMES)
+    whole = score(detections, truths, names=NAMES, with_curves=True)
     monkeypatch.setattr(metrics, "PAIRS_AT_ONCE", 50)
-    parts = score(detections, truths, names=NAMES)
+    parts = score(detections, truths, names=NAMES, with_curves=True)
     assert parts.to_dict() == whole.to_dict()
     np.testing.assert_array_equal(parts.curves.confusion, whole.curves.confusion)
 
@@ -145,16 +148,16 @@ def test_the_order_of_detections_within_an_image_does_not_matter():
 
 
 def test_ignored_truths_neither_help_nor_harm():
-    plain = score([found((0, BOX, 0.9))], [truth((0, BOX))], names=NAMES)
+    plain = score([found((0, BOX, 0.9))], [truth((0, BOX))], names=NAMES, with_curves=True)
     # Two detections inside an ignored region that is far larger, one of them with the highest score of all.
     region = [150.0, 150.0, 400.0, 400.0]
     rows = [(0, FAR, 0.95), (0, BOX, 0.9), (0, [300.0, 300.0, 330.0, 330.0], 0.5)]
-    crowded = score([found(*rows)], [truth((0, BOX), (0, region), ignore=[1])], names=NAMES)
+    crowded = score([found(*rows)], [truth((0, BOX), (0, region), ignore=[1])], names=NAMES, with_curves=True)
     for name in ("precision", "recall", "map50", "map50_95", "yolo_map50", "yolo_map50_95", "instances"):
         assert getattr(crowded, name) == pytest.approx(getattr(plain, name)), name
     np.testing.assert_array_equal(crowded.curves.confusion, plain.curves.confusion)
     # Of another class the region forgives nothing.
-    other = score([found(*rows)], [truth((0, BOX), (1, region), ignore=[1])], names=NAMES)
+    other = score([found(*rows)], [truth((0, BOX), (1, region), ignore=[1])], names=NAMES, with_curves=True)
     assert other.yolo_map50 < plain.yolo_map50
     assert other.map50 < plain.map50
     assert other.curves.confusion[0, 3] == 2
@@ -175,12 +178,16 @@ def test_the_confusion_matrix_counts_every_confident_detection_and_every_truth()
     expected[0, 3] = 1  # a circle where nothing is
     expected[2, 3] = 1  # a triangle in an image without labels
     expected[3, 1] = 1  # a missed square
-    np.testing.assert_array_equal(score(detections, truths, names=NAMES).curves.confusion, expected)
+    result = score(detections, truths, names=NAMES, with_curves=True)
+    np.testing.assert_array_equal(result.curves.confusion, expected)
 
 
 def test_one_confidence_serves_all_classes_and_the_curves_belong_to_it():
     result = score(
-        [found((0, BOX, 0.9), (1, FAR, 0.4)), found((0, FAR, 0.2))], [truth((0, BOX), (1, FAR)), truth()], names=NAMES
+        [found((0, BOX, 0.9), (1, FAR, 0.4)), found((0, FAR, 0.2))],
+        [truth((0, BOX), (1, FAR)), truth()],
+        names=NAMES,
+        with_curves=True,
     )
     curves = result.curves
     index = int(np.flatnonzero(curves.confidences == result.best_confidence)[0])
@@ -193,14 +200,36 @@ def test_one_confidence_serves_all_classes_and_the_curves_belong_to_it():
     assert curves.precision[1, -1] == 1
 
 
-def test_losses_travel_along_and_curves_are_optional():
-    result = score([found()], [truth((0, BOX))], names=NAMES, losses={"box": 0.1}, with_curves=False)
-    assert result.losses == {"box": 0.1}
-    assert result.curves is None
+def test_losses_travel_along():
+    assert score([found()], [truth((0, BOX))], names=NAMES, losses={"box": 0.1}).losses == {"box": 0.1}
+
+
+def test_without_curves_no_confusion_is_counted_and_the_numbers_are_the_same(monkeypatch):
+    arguments = [found((0, BOX, 0.9), (0, FAR, 0.4))], [truth((0, BOX), (1, FAR))]
+    complete = score(*arguments, names=NAMES, with_curves=True)
+    monkeypatch.delattr(metrics, "_confusion_matrix")
+    plain = score(*arguments, names=NAMES)
+    assert plain.curves is None
+    assert plain.to_dict() == complete.to_dict()
+
+
+def test_boxes_are_joined_and_checked_once(monkeypatch):
+    flatten, calls = metrics._flatten, []
+    monkeypatch.setattr(metrics, "_flatten", lambda *arguments: calls.append(arguments) or flatten(*arguments))
+    score([found((0, BOX, 0.9))], [truth((0, BOX))], names=NAMES)
+    assert len(calls) == 1
+
+
+def test_coco_numbers_see_boxes_in_the_precision_that_they_are_given_in():
+    # An overlap of 0.75 - 4e-9 in float64; in float32 both boxes are the same as those of 0.75.
+    exact, short = [0.0, 0.0, 4.0, 100.0], [0.0, 0.0, 4.0, 75.0 - 4e-7]
+    assert coco_map([found((0, exact, 0.9))], [truth((0, short))], 1).ap50_95[0] == pytest.approx(0.5)
+    assert coco_map([found((0, exact, 0.9))], [truth((0, [0.0, 0.0, 4.0, 75.0]))], 1).ap50_95[0] == pytest.approx(0.6)
 
 
 def test_a_result_survives_pickle_and_json():
-    result = score([found((0, BOX, 0.9))], [truth((0, BOX))], names=NAMES, losses={"box": 0.1, "obj": math.nan})
+    losses = {"box": 0.1, "obj": math.nan}
+    result = score([found((0, BOX, 0.9))], [truth((0, BOX))], names=NAMES, losses=losses, with_curves=True)
     again = pickle.loads(pickle.dumps(result))
     assert again.map50 == result.map50
     assert again.per_class[0] == result.per_class[0]

@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import numpy as np
-import yaml
 
+from accel_yolo.config.load import read_yaml
 from accel_yolo.errors import ConfigError, DataError, did_you_mean
+
+logger = logging.getLogger(__name__)
 
 IMAGE_SUFFIXES = frozenset(
     {
         *(".bmp", ".dng", ".jpeg", ".jpg", ".mpo", ".png", ".tif", ".tiff", ".webp", ".pfm"),
         # Beyond the reference's list.
-        *(".avif", ".gif", ".jp2", ".ppm", ".pgm", ".heic", ".heif"),
+        *(".avif", ".gif", ".jp2", ".ppm", ".pgm"),
     }
 )
 SPLITS = ("train", "val", "test")
 _KEYS = (*SPLITS, "path", "names", "nc", "download", "roboflow")
 # What exporters write beside them, and what changes nothing for us.
 _HARMLESS_KEYS = ("minival", "license", "licence", "author", "description", "version", "date", "url", "info", "task",
-                  "colors", "channels", "copyright", "homepage", "created", "dataset", "yaml_file")  # fmt: skip
+                  "colors", "channels", "copyright", "homepage", "created", "dataset", "yaml_file",
+                  "source")  # fmt: skip
 # Keys that announce labels of another kind; reading them as boxes would be wrong without a word.
 _OTHER_TASKS = {
     "kpt_shape": "keypoints",
@@ -34,7 +39,13 @@ _OTHER_TASKS = {
     "obb": "rotated boxes",
 }
 _BOX_COLUMNS = 5
-_MIN_POLYGON_COLUMNS = 7
+# Larger ones are no class numbers, and the largest fit no integer column.
+_MAX_CLASS = 2**31 - 1
+# File systems allow no longer name; a line with one is no path.
+_MAX_NAME_BYTES = 255
+# How much is looked at to say which folders hold images.
+_ADVICE_FOLDERS = 200
+_ADVICE_ENTRIES = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,31 +67,17 @@ class YoloSpec:
     download: bool
 
 
-def load_yaml(path: Path) -> dict[str, object]:
+def load_yaml(path: Path) -> dict[object, object]:
     """The top level of a data YAML.
 
     Raises:
-        DataError: if the file is not YAML, or not a mapping.
+        DataError: if the file cannot be read, is not YAML, or is not a mapping.
     """
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
-    except (yaml.YAMLError, UnicodeDecodeError) as reason:
-        raise DataError(
-            "the data file is not valid YAML.",
-            found=f"{path}: {' '.join(str(reason).split())}",
-            fix="correct the file; paths with backslashes or colons need quotes.",
-        ) from reason
-    if not isinstance(values, dict):
-        raise DataError(
-            "the data file is not a mapping.",
-            found=f"{path} holds {type(values).__name__}",
-            fix="write lines such as `train: images/train`, `val: images/val` and `names: [cat, dog]`.",
-        )
-    return values
+    return read_yaml(path, error=DataError)
 
 
-def read_spec(path: Path, values: Mapping[str, object]) -> YoloSpec:
-    """Check the top level of a data YAML.
+def read_spec(path: Path, values: Mapping[object, object]) -> YoloSpec:
+    """Check the top level of a data YAML; an `nc` that disagrees with the names is ignored, with a warning.
 
     Raises:
         ConfigError: for an unknown key.
@@ -104,7 +101,7 @@ def read_spec(path: Path, values: Mapping[str, object]) -> YoloSpec:
     return YoloSpec(path, _roots(path, values.get("path")), names, splits, bool(values.get("download")))
 
 
-def _names(path: Path, values: Mapping[str, object]) -> tuple[str, ...]:
+def _names(path: Path, values: Mapping[object, object]) -> tuple[str, ...]:
     given = values.get("names")
     if isinstance(given, str):
         given = [given]
@@ -129,11 +126,7 @@ def _names(path: Path, values: Mapping[str, object]) -> tuple[str, ...]:
         )
     stated = values.get("nc")
     if stated is not None and stated != len(names):
-        raise DataError(
-            "`nc` and `names` disagree.",
-            found=f"nc: {stated!r} but {len(names)} names in {path}",
-            fix="correct or remove `nc`; the number of names is what counts.",
-        )
+        logger.warning("%s says nc: %s but has %d names: nc is ignored", path, stated, len(names))
     return names
 
 
@@ -198,7 +191,8 @@ def _locate(spec: YoloSpec, split: str, item: str) -> Path:
         # Exports with the file inside the data set write `../train/images` (data.md section 1).
         for variant in dict.fromkeys((item, item.removeprefix("../"))):
             place = Path(os.path.normpath(root / Path(variant).expanduser()))
-            if place.exists():
+            # Answers no where Path.exists raises: a forbidden folder, a name that is too long.
+            if os.path.exists(place):  # noqa: PTH110
                 return place
             tried.append(place)
     raise DataError(
@@ -210,7 +204,8 @@ def _locate(spec: YoloSpec, split: str, item: str) -> Path:
 
 def _locating_advice(spec: YoloSpec, split: str) -> str:
     advice = []
-    if folders := [str(folder) for root in spec.roots for folder in _image_folders(root)]:
+    # Not below the working directory, which may be anything, a home folder for example.
+    if folders := list(map(str, _image_folders(spec.roots[0]))):
         advice.append(f"folders with images are {', '.join(folders[:6])}: name one of them as `{split}`")
     if spec.download:
         advice.append("`download:` is never executed: fetch and unpack the data yourself")
@@ -220,11 +215,23 @@ def _locating_advice(spec: YoloSpec, split: str) -> str:
 
 
 def _image_folders(root: Path) -> list[Path]:
-    """Folders at most two levels below the root that hold an image."""
-    if not root.is_dir():
-        return []
-    candidates = [folder for pattern in ("*", "*/*") for folder in sorted(root.glob(pattern)) if folder.is_dir()]
-    return [folder for folder in candidates if any(_is_image(file.name) for file in folder.iterdir())]
+    """Folders at most two levels below the root that hold an image, found with a bounded effort."""
+    found, level, left = [], [root], _ADVICE_FOLDERS
+    for depth in range(3):
+        below = []
+        for folder in level[:left]:
+            try:
+                with os.scandir(folder) as listing:
+                    entries = list(itertools.islice(listing, _ADVICE_ENTRIES))
+                below += sorted(folder / entry.name for entry in entries if entry.is_dir())
+            except OSError:
+                # Not there, or not ours to read.
+                continue
+            if depth and any(_is_image(entry.name) for entry in entries):
+                found.append(folder)
+        left -= len(level[:left])
+        level = below
+    return found
 
 
 def _is_image(name: str) -> bool:
@@ -232,29 +239,61 @@ def _is_image(name: str) -> bool:
 
 
 def _images_below(folder: Path) -> list[str]:
-    found = []
-    for parent, _, files in os.walk(folder, followlinks=True):
-        found += [os.path.join(parent, name) for name in files if _is_image(name)]  # noqa: PTH118 - as above
+    """Images in a folder and all below it; a folder that several links lead to counts once."""
+    found: list[str] = []
+    visited: set[str] = set()
+    pending = [str(folder)]
+    while pending:
+        # Links come after all real folders, so that those keep their own paths, by which labels are found.
+        for parent, folders, files in os.walk(pending.pop(0), onerror=_refuse_folder):
+            if (real := os.path.realpath(parent)) in visited:
+                folders.clear()
+                continue
+            visited.add(real)
+            places = (os.path.join(parent, name) for name in sorted(folders))  # noqa: PTH118 - as above
+            pending += filter(os.path.islink, places)
+            found += [os.path.join(parent, name) for name in files if _is_image(name)]  # noqa: PTH118
     return found
+
+
+def _refuse_folder(reason: OSError) -> NoReturn:
+    raise DataError(
+        "a folder of images cannot be read.",
+        found=f"{reason.filename}: {reason.strerror}",
+        fix="allow reading it, move it elsewhere, or name the folders beside it one by one.",
+    ) from reason
 
 
 def _images_in_list(file: Path, roots: Sequence[Path]) -> list[str]:
     """Paths of a list: `./` means beside the list; others start at `path`, beside the list, or in the cwd."""
     try:
         lines = file.read_text(encoding="utf-8-sig").splitlines()
-    except UnicodeDecodeError as reason:
+    except (OSError, UnicodeDecodeError) as reason:
         raise DataError(
-            "a list of images is not a text file.", found=str(file), fix="name a folder, or a UTF-8 list of paths."
+            "a list of images cannot be read.",
+            found=f"{file}: {reason}",
+            fix="name a folder, or a UTF-8 text file with one path a line.",
         ) from reason
     bases = [*roots, file.parent, Path.cwd()]
     images = []
-    for line in map(str.strip, lines):
+    for number, line in enumerate(map(str.strip, lines), start=1):
+        if line and not _can_be_a_file(line):
+            raise DataError(
+                "a line in a list of images is not the path of a file.",
+                found=f"{file}:{number}: {line[:80]!r}{' and so on' if len(line) > 80 else ''}",
+                fix="write one path a line, or name a folder.",
+            )
         if line.startswith("./"):
             images.append(os.path.normpath(file.parent / line))
         elif line:
-            base = next((base for base in bases if (base / line).exists()), bases[0])
+            base = next((base for base in bases if os.path.exists(base / line)), bases[0])  # noqa: PTH110 - as above
             images.append(os.path.normpath(base / line))
     return images
+
+
+def _can_be_a_file(line: str) -> bool:
+    names = line.split("/")
+    return "\0" not in line and bool(line.strip("./")) and max(len(name.encode()) for name in names) <= _MAX_NAME_BYTES
 
 
 def label_path(image: Path) -> Path:
@@ -269,12 +308,15 @@ def label_path(image: Path) -> Path:
 
 def image_ids(images: Iterable[PurePath]) -> list[str]:
     """Stable names: the stem where it names one image alone, else as much of the path as tells them apart."""
-    paths = [path.with_suffix("") for path in images]
-    stems = [path.name for path in paths]
+    paths = list(images)
+    stems = [path.stem for path in paths]
     if len(set(stems)) == len(stems):
         return stems
     common = os.path.commonpath([str(path.parent) for path in paths])
-    return [path.relative_to(common).as_posix() for path in paths]
+    names = [path.relative_to(common) for path in paths]
+    short = [name.with_suffix("").as_posix() for name in names]
+    # With a.jpg beside a.png only the suffix tells them apart.
+    return short if len(set(short)) == len(set(paths)) else [name.as_posix() for name in names]
 
 
 class LabelFile(NamedTuple):
@@ -355,6 +397,8 @@ def _numbers(tokens: list[str]) -> tuple[float, ...] | str:
         return f"class {tokens[0]} is not a whole number"
     if values[0] < 0:
         return f"class {tokens[0]} is negative"
+    if values[0] > _MAX_CLASS:
+        return f"class {tokens[0]} is too large for a class number"
     return values
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from accel_yolo.config import load
 from accel_yolo.config.load import (
     config_from_kwargs,
     find_config,
@@ -15,11 +16,12 @@ from accel_yolo.config.load import (
     opt_values,
     parse_train_args,
     parse_val_args,
+    read_yaml,
     resolve,
     resolve_val,
 )
 from accel_yolo.config.schema import TrainConfig, build_config
-from accel_yolo.errors import ConfigError
+from accel_yolo.errors import ConfigError, DataError
 
 
 @pytest.fixture(autouse=True)
@@ -82,6 +84,30 @@ def test_without_data_the_built_in_recipe_is_trained():
 def test_named_data_or_a_resumed_run_get_yolov5s_at_640_from_scratch(words):
     config = train(*words.split()).config
     assert (config.model.cfg, config.model.weights, config.data.image_size) == ("yolov5s", "", 640)
+
+
+def test_a_run_file_that_names_no_data_stands_on_the_built_in_recipe():
+    write("run.yaml", "optim: {lr0: 0.5}\nrun: {epochs: 7}")
+    resolved = train("--config", "run.yaml")
+    config, origins = resolved.config, resolved.origins
+    assert (config.data.source, config.data.image_size, config.model.cfg) == ("shapes", 128, "yolov5-shapes")
+    assert (config.optim.lr0, config.run.epochs) == (0.5, 7)
+    assert (origins["optim.lr0"], origins["data.image_size"]) == ("run file run.yaml", "built-in recipe shapes")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("data: {source: coco.yaml}", []),
+        ("optim: {lr0: 0.5}", ["--data", "coco.yaml"]),
+        ("optim: {lr0: 0.5}", ["--set", "data.source=coco.yaml"]),
+        ("run: {resume: last}", []),
+    ],
+)
+def test_a_run_file_with_data_stands_alone(text, words):
+    write("run.yaml", text)
+    config = train("--config", "run.yaml", *words).config
+    assert (config.model.cfg, config.data.image_size) == ("yolov5s", 640)
 
 
 def test_weights_alone_bring_their_architecture():
@@ -338,6 +364,61 @@ def test_a_missing_file_names_the_nearest_of_ours():
 def test_a_wrong_absolute_path_does_not_become_one_of_ours(tmp_path):
     with pytest.raises(ConfigError):
         find_config(str(tmp_path / "hyp.VOC.yaml"), "hyps")
+
+
+@pytest.mark.parametrize("name", ["sets/coco", "./sets/coco", "sets/coco/", "absolute"])
+def test_a_folder_in_place_of_a_data_file_is_told_with_the_files_in_it(tmp_path, name):
+    Path("sets/coco").mkdir(parents=True)
+    for file in ("data.yaml", "other.yml", "notes.txt"):
+        write(f"sets/coco/{file}", "")
+    with pytest.raises(ConfigError, match="this is a folder") as caught:
+        find_config(str(tmp_path / "sets/coco") if name == "absolute" else name, "data")
+    assert caught.value.found.endswith("coco, which holds data.yaml, other.yml")
+    assert "data.yaml" in caught.value.fix
+
+
+def test_a_folder_hides_none_of_ours_and_an_empty_one_is_told():
+    Path("shapes").mkdir()
+    Path("mine").mkdir()
+    assert find_config("shapes", "data").name == "shapes.yaml"
+    with pytest.raises(ConfigError, match=r"holds no \*\.yaml"):
+        find_config("mine", "data")
+
+
+def test_a_name_too_long_for_a_file_is_told():
+    with pytest.raises(ConfigError, match="no such file"):
+        find_config("x" * 5000, "data")
+
+
+@pytest.mark.parametrize(("kept", "found"), [("packed", True), ("checkout", True), ("site-packages", False)])
+def test_the_folder_beside_the_package_is_ours_only_in_a_checkout(tmp_path, monkeypatch, kept, found):
+    package = tmp_path / "root" / "accel_yolo"
+    package.mkdir(parents=True)
+    folder = (package if kept == "packed" else package.parent) / "configs/data"
+    folder.mkdir(parents=True)
+    (folder / "rare.yaml").write_text("a: 1")
+    if kept == "packed":
+        (package.parent / "configs/data").mkdir(parents=True)
+        (package.parent / "configs/data/foreign.yaml").write_text("a: 1")
+    if kept != "site-packages":
+        (package.parent / "pyproject.toml").write_text("")
+    monkeypatch.setattr(load, "_PACKAGE", package)
+    if found:
+        assert find_config("rare", "data") == folder / "rare.yaml"
+    with pytest.raises(ConfigError):
+        find_config("foreign" if found else "rare", "data")
+
+
+def test_a_yaml_file_is_read_with_the_error_of_its_reader(tmp_path):
+    assert read_yaml(Path(write("good.yaml", "a: 1"))) == {"a": 1}
+    faults = {"line.yaml": "a: 1\nb: [\n", "date.yaml": "a: 2024-13-45", "list.yaml": "- a", "gone.yaml": None}
+    for name, text in faults.items():
+        if text is not None:
+            write(name, text)
+        for error in (ConfigError, DataError):
+            with pytest.raises(error) as caught:
+                read_yaml(Path(name), error=error)
+            assert caught.value.found.startswith(name)
 
 
 # val

@@ -3,6 +3,7 @@
 import io
 import shutil
 
+import cv2
 import numpy as np
 import pytest
 import torch
@@ -10,6 +11,7 @@ from PIL import Image
 
 from accel_yolo.config.schema import AugmentConfig
 from accel_yolo.data.dataset import DetectionDataset, collate, train_loader, val_loader
+from accel_yolo.data.index import ScanOptions, index_split
 from accel_yolo.data.table import Rows, build_table
 from accel_yolo.structures import Sample, SampleKey
 
@@ -18,7 +20,7 @@ STILL = AugmentConfig(hsv_h=0.0, hsv_s=0.0, hsv_v=0.0, translate=0.0, scale=0.0,
 WILD = AugmentConfig(degrees=5.0, mixup=0.5, flipud=0.5, shear=1.0)
 
 
-def make_table(folder, sizes=SIZES, ignore=None):
+def make_table(folder, sizes=SIZES, ignore=None, outlined=False):
     paths, boxes, labels = [], [], []
     for number, (height, width) in enumerate(sizes):
         pixels = np.random.default_rng(number).integers(0, 256, (6, 6, 3)).astype(np.uint8)
@@ -35,6 +37,7 @@ def make_table(folder, sizes=SIZES, ignore=None):
         boxes=np.array(boxes, float),
         labels=np.array(labels),
         ignore=ignore,
+        segments=[[np.array([[x1, y1], [x2, y1], [x2, y2]])] for x1, y1, x2, y2 in boxes] if outlined else None,
     )
     return build_table(rows, ["a", "b", "c"])
 
@@ -106,6 +109,23 @@ def test_switching_colour_on_leaves_the_geometry_alone(table):
     )
     np.testing.assert_array_equal(first.boxes, second.boxes)
     assert not np.array_equal(first.image, second.image)
+
+
+@pytest.mark.parametrize("mixup", [0.0, 1.0])
+def test_switching_pasting_on_adds_objects_and_leaves_the_geometry_alone(tmp_path, mixup):
+    table = make_table(tmp_path, outlined=True)
+    added = 0
+    for place in range(8):
+        alone, pasted = (
+            DetectionDataset(table, image_size=64, augment=AugmentConfig(mixup=mixup, copy_paste=share))[
+                SampleKey(0, place, place % 5)
+            ]
+            for share in (0.0, 1.0)
+        )
+        added += len(pasted.boxes) - len(alone.boxes)
+        found = {tuple(box) for box in pasted.boxes.tolist()}
+        assert all(tuple(box) in found for box in alone.boxes.tolist())
+    assert added > 0
 
 
 def test_mixup_keeps_the_objects_of_both_mosaics(table):
@@ -235,6 +255,49 @@ def test_images_in_the_table_are_read_from_it():
     )
     sample = DetectionDataset(build_table(rows, ["a"]), image_size=30)[SampleKey(0, 0, 0)]
     assert (sample.image[5:25] == 7).all() and sample.boxes.shape == (0, 4)
+
+
+@pytest.mark.parametrize("orientation", [1, 6])
+def test_boxes_of_an_avif_photograph_lie_on_its_objects(tmp_path, orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    pixels = np.zeros((40, 80, 3), np.uint8)
+    pixels[:20, :40] = 255
+    Image.fromarray(pixels).save(tmp_path / "a.avif", quality=100, exif=exif)
+    # The white corner is the upper left one, or the upper right one of the image turned clockwise.
+    box = "0 0.25 0.25 0.5 0.5" if orientation == 1 else "0 0.75 0.25 0.5 0.5"
+    (tmp_path / "a.txt").write_text(box)
+    table, _ = index_split(
+        [tmp_path / "a.avif"],
+        split="train",
+        options=ScanOptions(names=("a",)),
+        cache_folder=tmp_path / "cache",
+        slot="x",
+    )
+    sample = DetectionDataset(table, image_size=80)[SampleKey(0, 0, 0)]
+    left, top, right, bottom = sample.boxes[0].astype(int)
+    assert (right - left) * (bottom - top) == 20 * 40
+    assert (sample.image[top + 2 : bottom - 2, left + 2 : right - 2] > 245).all()
+    assert (sample.image > 245).sum() <= 3 * (20 + 2) * (40 + 2)
+
+
+@pytest.mark.parametrize("pin_memory", [False, True])
+def test_memory_is_pinned_for_whoever_asks_and_not_because_a_gpu_is_there(table, monkeypatch, pin_memory):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    asked = {"pin_memory": True} if pin_memory else {}
+    assert loader(table, **asked).pin_memory is pin_memory
+    assert val_loader(table, image_size=64, batch_size=2, stride=32, **asked).pin_memory is pin_memory
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_without_workers_this_process_decodes_with_one_thread(table, workers):
+    before = cv2.getNumThreads()
+    try:
+        cv2.setNumThreads(2)
+        loader(table, workers=workers)
+        assert cv2.getNumThreads() == (2 if workers else 1)
+    finally:
+        cv2.setNumThreads(before)
 
 
 def test_collating_normalises_and_stays_inside():

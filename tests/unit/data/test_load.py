@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from accel_yolo.data.load import load_data
-from accel_yolo.data.table import FlatTable, class_names, validate
+from accel_yolo.data.table import FlatTable, class_names, judge
 from accel_yolo.errors import AccelYoloError, ConfigError, DataError
 
 
@@ -38,6 +38,59 @@ def test_a_yaml_becomes_its_splits(make_set, tmp_path, caplog):
     assert len(data.splits["train"].table) == 2 and data.reports["val"].background == 1
     assert "train: 2 images, 2 boxes" in caplog.text
     assert (tmp_path / "cache" / "accel_yolo" / "index").is_dir()
+
+
+def warnings(caplog):
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+@pytest.mark.parametrize("start", ["first", "cached"])
+def test_what_was_left_out_is_one_warning_a_split_with_counts_and_places(make_set, tmp_path, caplog, start):
+    good = "0 0.5 0.5 0.2 0.2"
+    path = make_set(
+        train=(f"{good}\n0 0.5\n{good}\n0 0.5 0.5 0 0\n-1 0.5 0.5 0.2 0.2", good, good), val=(good, "1.5 1 1 1 1")
+    )
+    (tmp_path / "images/train/2.png").write_bytes(b"broken")
+    if start == "cached":
+        load_data(path)
+        caplog.clear()
+    load_data(path)
+    told = warnings(caplog)
+    assert len(told) == 2
+    assert told[0].startswith("train: rejected label rows: 3, duplicate label rows: 1, damaged images (left out): 1. F")
+    labels = tmp_path / "labels/train/0.txt"
+    image = tmp_path / "images/train/2.png"
+    assert f"First: {image}: not an image, or of an unknown format; {labels}:2: 2 columns" in told[0]
+    assert f"{labels}:3: the same row as line 1. The whole list" in told[0]
+    assert "data.json of the run folder" in told[0]
+    assert told[1].startswith("val: rejected label rows: 1. First: ")
+
+
+def test_clipped_boxes_alone_are_no_warning(make_set, caplog):
+    caplog.set_level(logging.INFO)
+    load_data(make_set(val=("0 0.01 0.5 0.03 0.2",)))
+    assert warnings(caplog) == [] and "val: 1 images, 1 boxes, 1 clipped" in caplog.text
+
+
+def test_a_validation_split_that_measures_nothing_is_one_warning(make_set, tmp_path, caplog):
+    load_data(make_set(val=("",)))
+    assert warnings(caplog) == ["val: no image has a usable box, so nothing can be measured on it"]
+    caplog.clear()
+    (tmp_path / "images/val/0.png").unlink()
+    load_data(make_set(val=()), splits=("val",))
+    assert warnings(caplog) == ["val: no image has a usable box, so nothing can be measured on it"]
+
+
+def test_a_source_beside_the_usual_keys_only_says_where_a_set_came_from(make_set):
+    assert load_data(make_set("names: [cat, dog]\nsource: https://example.org\n")).names == {0: "cat", 1: "dog"}
+
+
+def test_a_data_file_that_cannot_be_read_is_told(tmp_path):
+    for name, content in (("bytes.yaml", b"\xff\xfe\x00"), ("date.yaml", b"train: a\ndate: 2024-13-45\n")):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(DataError, match="cannot be read") as caught:
+            load_data(str(tmp_path / name))
+        assert name in caught.value.found
 
 
 def test_only_what_was_asked_for_is_read(make_set):
@@ -107,7 +160,10 @@ def test_real_sets_keep_the_contract(test_data_dir, tmp_path):
     for name, boxes in (("coco_sample", (465, 377)), ("coco8", (13, 17))):
         data = load_data(str(test_data_dir / name / "data.yaml"), index_cache=str(tmp_path))
         assert tuple(report.boxes for report in data.reports.values()) == boxes
-        assert all(validate(split.table) == [] for split in data.splits.values())
+        for table, _ in data.splits.values():
+            flat = FlatTable(table)
+            judgement = judge(flat.boxes, np.repeat(flat.sizes_hw, np.diff(flat.offsets), axis=0))
+            assert not judgement.reasons and not judgement.clipped.any()
 
 
 def test_polygons_of_real_images_enclose_the_same_objects(test_data_dir, tmp_path):
@@ -127,7 +183,8 @@ def test_polygons_of_real_images_enclose_the_same_objects(test_data_dir, tmp_pat
         )
         for kind in ("labels", "labels_segments")
     )
-    assert outlines.has_segments and not boxes.has_segments
+    assert any(outline is not None for row in range(len(outlines)) for outline in outlines.segments(row))
+    assert not any(outline is not None for row in range(len(boxes)) for outline in boxes.segments(row))
     assert sorted(boxes.labels.tolist()) == sorted(outlines.labels.tolist())
 
 

@@ -1,5 +1,7 @@
 """The fused mosaic against the classic one that builds the canvas, which lives here as the oracle."""
 
+import weakref
+
 import cv2
 import numpy as np
 import pytest
@@ -175,6 +177,26 @@ def test_pasting_refuses_to_hide_other_objects():
     layout.boxes, layout.outlines = boxes, [outline, None]
     layout.paste_mirrored(1.0, np.random.default_rng(0))
     assert len(layout.boxes) == 2
+
+
+@pytest.mark.parametrize("pastes", [False, True])
+def test_a_decoded_image_is_kept_only_if_pasting_shows_it_again(pastes):
+    alive, asked = [], []
+
+    def load(position, _):
+        asked.append((position, sum(reference() is not None for reference in alive)))
+        image = smooth_image((SIZE, SIZE), position)
+        alive.append(weakref.ref(image))
+        return image
+
+    outline = np.array([[10.0, 10], [40, 10], [40, 40], [10, 40]])
+    objects = [(np.array([[10.0, 10, 40, 40]]), np.array([0]), [outline])] * 4
+    layout = Layout(mosaic_placements([(SIZE, SIZE)] * 4, (SIZE, SIZE), SIZE), objects, load, (2 * SIZE, 2 * SIZE))
+    if pastes:
+        layout.paste_mirrored(0.25, np.random.default_rng(0))
+        assert len(layout.boxes) == 5
+    layout.show(Geometry(scale=0.9), (SIZE * 2, SIZE * 2))
+    assert asked == ([(0, 0), (1, 1), (2, 2), (3, 3)] if pastes else [(0, 0), (1, 0), (2, 0), (3, 0)])
 
 
 def test_hidden_share_is_of_the_other_box():

@@ -61,6 +61,21 @@ def test_every_exif_orientation_is_applied(orientation):
     assert np.abs(decoded.astype(int) - expected).max() < 12
 
 
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_every_orientation_of_avif_is_applied(orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    image = np.zeros((64, 96, 3), np.uint8)
+    image[:32, :32] = [255, 0, 0]
+    # How each orientation is undone: the red corner of the stored image comes to lie in this corner of the shown one.
+    expected = {1: image, 2: image[:, ::-1], 3: image[::-1, ::-1], 4: image[::-1]}
+    expected |= {5: image.transpose(1, 0, 2), 6: np.rot90(image, -1), 8: np.rot90(image)}
+    expected[7] = expected[5][::-1, ::-1]
+    decoded = decode_image(encode(image, "AVIF", quality=100, exif=exif))
+    assert decoded.shape == expected[orientation].shape
+    assert np.abs(decoded.astype(int) - expected[orientation]).mean() < 3
+
+
 @pytest.mark.parametrize("mode", ["L", "LA", "RGBA", "P", "CMYK", "1"])
 def test_every_mode_becomes_three_channels(mode):
     image = Image.fromarray(gradient(40, 40)).convert(mode)
@@ -84,7 +99,7 @@ def test_a_reduced_jpeg_is_the_same_picture_and_png_ignores_it():
     assert decode_image(encode(image), reduction=4).shape == image.shape
 
 
-@pytest.mark.parametrize("data", [b"", b"not an image", encode(gradient(20, 20))[:60].tobytes()])
+@pytest.mark.parametrize("data", [b"", b"not an image", b"\0\0\0\x18ftypheic", encode(gradient(20, 20))[:60].tobytes()])
 def test_what_is_no_image_is_told(data):
     with pytest.raises(UnreadableImage):
         decode_image(np.frombuffer(data, np.uint8))

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from accel_yolo.errors import WeightsError
+from accel_yolo.model import anchors as anchors_module
 from accel_yolo.model.anchors import (
     apply_anchors,
     check_anchors,
@@ -53,6 +54,42 @@ def test_anchors_that_do_not_fit_are_replaced_by_better_ones() -> None:
     assert result.anchors.shape == ANCHORS.shape
     areas = result.anchors.prod(axis=2).ravel()
     assert (np.diff(areas) >= 0).all()
+
+
+def test_metrics_in_portions_equal_those_of_all_boxes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = _sizes(50)
+    whole = check_anchors(sizes, ANCHORS, threshold=4.0)
+    monkeypatch.setattr(anchors_module, "BOXES_AT_ONCE", 7)
+    portions = check_anchors(sizes, ANCHORS, threshold=4.0)
+    assert (portions.bpr, portions.aat) == (whole.bpr, whole.aat)
+    assert portions.fitness == pytest.approx(whole.fitness, rel=1e-12)
+
+
+def test_a_search_over_many_boxes_looks_at_a_sample_and_is_judged_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = _sizes(300_000, scale=600) + 300
+    agreement, cluster = anchors_module._agreement, anchors_module.cluster_anchors
+    compared, clustered = [], []
+
+    def spy_on_agreement(label_sizes: np.ndarray, anchors: np.ndarray) -> np.ndarray:
+        compared.append(len(label_sizes))
+        return agreement(label_sizes, anchors)
+
+    def spy_on_clusters(label_sizes: np.ndarray, **options: object) -> np.ndarray:
+        clustered.append(label_sizes)
+        return cluster(label_sizes, **options)
+
+    monkeypatch.setattr(anchors_module, "KMEANS_RESTARTS", 1)
+    monkeypatch.setattr(anchors_module, "_agreement", spy_on_agreement)
+    monkeypatch.setattr(anchors_module, "cluster_anchors", spy_on_clusters)
+    result = _fit(sizes, generations=4)
+    # Six portions before and after, and a sample for the clusters and each generation.
+    assert compared == [50_000] * (6 + 1 + 4 + 6)
+    (sample,) = clustered
+    assert len(np.unique(sample, axis=0)) == 50_000
+    assert np.isin(sample[:, 0], sizes[:, 0]).all()
+    assert result.changed
+    assert result.after == check_anchors(sizes, result.anchors, threshold=4.0)
+    assert np.array_equal(_fit(sizes, generations=4).anchors, result.anchors)
 
 
 def test_the_same_seed_gives_the_same_anchors_and_another_seed_others() -> None:

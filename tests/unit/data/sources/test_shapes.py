@@ -1,14 +1,14 @@
-"""The demo set: the same from the same seed, its boxes exact, drawn quickly."""
+"""The demo set: the same from the same seed, its boxes exact, drawn with a bounded effort."""
 
 import io
-import time
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from accel_yolo.data.sources import shapes
 from accel_yolo.data.sources.shapes import NAMES, draw_image, read_shapes
-from accel_yolo.data.table import FlatTable, validate
+from accel_yolo.data.table import FlatTable, judge
 from accel_yolo.data.transforms import decode_image
 from accel_yolo.errors import ConfigError
 
@@ -22,11 +22,12 @@ def test_both_splits_keep_the_contract_and_show_all_classes(small):
     for split, count in (("train", 40), ("val", 10)):
         table, report = small[split]
         assert len(table) == report.images == count
-        assert validate(table) == []
         flat = FlatTable(table)
+        counts = np.diff(flat.offsets)
+        judgement = judge(flat.boxes, np.repeat(flat.sizes_hw, counts, axis=0))
+        assert not judgement.reasons and not judgement.clipped.any()
         assert report.boxes == len(flat.labels) and set(flat.labels.tolist()) == {0, 1, 2}
         assert flat.names == list(NAMES)
-        counts = np.diff(flat.offsets)
         assert counts.min() >= 1 and counts.max() <= 6
 
 
@@ -66,10 +67,12 @@ def test_a_box_is_full_of_its_object():
     assert np.mean(np.array(differences) > 25) > 0.9
 
 
-def test_the_default_set_is_drawn_in_two_seconds():
-    started_at = time.process_time()
-    read_shapes({"num_train": 80, "num_val": 20})
-    assert (time.process_time() - started_at) * 5 < 4
+def test_few_shapes_are_tried_in_vain(monkeypatch):
+    tried = []
+    outline = shapes._outline
+    monkeypatch.setattr(shapes, "_outline", lambda *arguments: tried.append(1) or outline(*arguments))
+    drawn = sum(len(draw_image(96, np.random.default_rng(seed))[2]) for seed in range(60))
+    assert drawn <= len(tried) <= 6 * drawn
 
 
 @pytest.mark.parametrize("settings", [{"num_trains": 3}, {"num_train": 0}, {"seed": -1}, {"image_size": "big"}])

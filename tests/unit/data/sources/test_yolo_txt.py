@@ -1,11 +1,15 @@
 """Data YAMLs as people write them, lists of images, and label rows of every kind."""
 
+import logging
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from accel_yolo.data.sources import yolo_txt
 from accel_yolo.data.sources.yolo_txt import (
+    IMAGE_SUFFIXES,
     find_images,
     image_ids,
     label_path,
@@ -91,6 +95,102 @@ def test_a_missing_folder_shows_the_tried_paths_and_the_folders_that_exist(tmp_p
     assert "never executed" in caught.value.fix
 
 
+def refuse_scandir(monkeypatch, name):
+    scandir = os.scandir
+
+    def refusing(folder):
+        if os.fspath(folder).endswith(name):
+            raise PermissionError(13, "Permission denied", os.fspath(folder))
+        return scandir(folder)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+
+
+def test_a_forbidden_folder_beside_a_missing_one_is_passed_over(tmp_path, monkeypatch):
+    touch(tmp_path / "private/a.jpg", tmp_path / "photos/a.jpg")
+    refuse_scandir(monkeypatch, "private")
+    with pytest.raises(DataError) as caught:
+        find_images(spec_of(tmp_path, BASE), "train")
+    assert str(tmp_path / "photos") in caught.value.fix and "private" not in caught.value.fix
+
+
+def test_folders_are_suggested_from_beside_the_data_file_and_never_from_the_working_directory(tmp_path, monkeypatch):
+    home = tmp_path / "home"
+    touch(home / "holidays/a.jpg", tmp_path / "set/deep/photos/a.jpg", tmp_path / "set/a/b/too_deep/a.jpg")
+    monkeypatch.chdir(home)
+    with pytest.raises(DataError) as caught:
+        find_images(spec_of(tmp_path / "set", BASE), "train")
+    assert str(tmp_path / "set/deep/photos") in caught.value.fix
+    assert "holidays" not in caught.value.fix and "too_deep" not in caught.value.fix
+
+
+def test_the_search_for_folders_to_suggest_ends_early(tmp_path, monkeypatch):
+    for number in range(12):
+        (tmp_path / f"{number:02d}/sub").mkdir(parents=True)
+    listed = []
+    scandir = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda folder: listed.append(folder) or scandir(folder))
+    monkeypatch.setattr(yolo_txt, "_ADVICE_FOLDERS", 15)
+    with pytest.raises(DataError, match="not where the data file says"):
+        find_images(spec_of(tmp_path, BASE), "train")
+    assert len(listed) == 15
+
+
+def test_a_forbidden_folder_inside_a_split_is_an_error_and_not_a_smaller_split(tmp_path, monkeypatch):
+    touch(tmp_path / "images/train/a.jpg", tmp_path / "images/train/private/b.jpg")
+    refuse_scandir(monkeypatch, "private")
+    with pytest.raises(DataError, match="cannot be read") as caught:
+        find_images(spec_of(tmp_path, BASE), "train")
+    assert str(tmp_path / "images/train/private") in caught.value.found
+
+
+def test_a_link_to_a_folder_above_multiplies_no_image(tmp_path):
+    train = tmp_path / "images/train"
+    touch(train / "a.jpg", train / "deep/b.jpg")
+    (train / "deep/up").symlink_to(train)
+    assert find_images(spec_of(tmp_path, BASE), "train") == [train / "a.jpg", train / "deep/b.jpg"]
+
+
+def test_linked_folders_are_followed_and_real_ones_keep_their_own_paths(tmp_path):
+    train = tmp_path / "images/train"
+    touch(train / "real/a.jpg", tmp_path / "elsewhere/b.jpg")
+    (train / "also_real").symlink_to(train / "real")
+    (train / "linked").symlink_to(tmp_path / "elsewhere")
+    assert find_images(spec_of(tmp_path, BASE), "train") == [train / "linked/b.jpg", train / "real/a.jpg"]
+
+
+def test_a_name_too_long_for_a_file_is_told_and_not_a_crash(tmp_path):
+    with pytest.raises(DataError, match="not where the data file says"):
+        find_images(spec_of(tmp_path, f"train: {'x' * 300}\nval: b\nnames: [cat]\n"), "train")
+
+
+@pytest.mark.parametrize("line", ['{"images": ["' + "x" * 300, "a\0.jpg", "..", "/"])
+def test_a_line_of_a_list_that_is_no_path_is_named(tmp_path, line):
+    touch(tmp_path / "a.jpg")
+    (tmp_path / "train.txt").write_text(f"a.jpg\n{line}\n")
+    with pytest.raises(DataError) as caught:
+        find_images(spec_of(tmp_path, "train: train.txt\nval: b\nnames: [cat]\n"), "train")
+    assert f"{tmp_path / 'train.txt'}:2: " in caught.value.found and len(caught.value.found) < 300
+
+
+def test_a_list_that_cannot_be_read_is_told(tmp_path, monkeypatch):
+    (tmp_path / "train.txt").write_bytes(b"\xff\xfe")
+    spec = spec_of(tmp_path, "train: train.txt\nval: b\nnames: [cat]\n")
+    with pytest.raises(DataError, match="list of images cannot be read"):
+        find_images(spec, "train")
+
+    def refuse(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(DataError, match="Permission denied"):
+        find_images(spec, "train")
+
+
+def test_only_formats_that_are_decoded_count_as_images():
+    assert ".avif" in IMAGE_SUFFIXES and not IMAGE_SUFFIXES & {".heic", ".heif"}
+
+
 def test_a_split_that_the_yaml_lacks_is_told(tmp_path):
     with pytest.raises(DataError, match="no `test` images"):
         find_images(spec_of(tmp_path, BASE), "test")
@@ -101,6 +201,12 @@ def test_names_may_be_a_list_or_a_mapping_in_any_order(tmp_path):
     assert spec_of(tmp_path, "train: a\nval: b\nnames:\n  1: dog\n  0: 7\n").names == ("7", "dog")
 
 
+def test_a_wrong_number_of_classes_is_ignored_with_a_warning(tmp_path, caplog):
+    caplog.set_level(logging.WARNING)
+    assert spec_of(tmp_path, "train: a\nval: b\nnc: 3\nnames: [cat, dog]\n").names == ("cat", "dog")
+    assert "nc: 3 but has 2 names" in caplog.text and str(tmp_path / "data.yaml") in caplog.text
+
+
 @pytest.mark.parametrize(
     ("text", "what"),
     [
@@ -109,11 +215,11 @@ def test_names_may_be_a_list_or_a_mapping_in_any_order(tmp_path):
         ("train: a\nval: b\nnames: {1: cat, 2: dog}\n", "not 0, 1, 2"),
         ("train: a\nval: b\nnames: [cat, cat]\n", "same name"),
         ("train: a\nval: b\nnames: [yes, no]\n", "not a word"),
-        ("train: a\nval: b\nnc: 3\nnames: [cat, dog]\n", "disagree"),
         ("train: {a: b}\nval: b\nnames: [cat]\n", "neither a path"),
         ("path: [a]\ntrain: a\nval: b\nnames: [cat]\n", "not a path"),
-        ("- a\n- b\n", "not a mapping"),
+        ("- a\n- b\n", "`key: value` lines"),
         ("train: [a\n", "not valid YAML"),
+        ("path: C:\\data: x\n", "not valid YAML"),
     ],
 )
 def test_a_wrong_value_is_a_data_error(tmp_path, text, what):
@@ -145,6 +251,11 @@ def test_image_ids_are_stems_unless_two_images_share_one():
     assert image_ids([Path("/s/a/x.jpg"), Path("/s/b/x.jpg")]) == ["a/x", "b/x"]
 
 
+def test_images_that_differ_by_suffix_alone_have_their_own_ids():
+    names = ["a/x.jpg", "a/x.jpg.png", "a/x.png", "b/y.jpg"]
+    assert image_ids([Path("/s") / name for name in names]) == names
+
+
 def test_boxes_and_polygons_are_read_row_by_row():
     parsed = parse_labels(b"0 0.5 0.5 0.2 0.4\n1 0.1 0.1 0.3 0.1 0.2 0.5\n")
     assert parsed.classes.tolist() == [0, 1]
@@ -168,6 +279,7 @@ def test_marks_line_ends_tabs_blanks_and_a_missing_last_line_end_are_fine():
         ("0 0.5 inf 0.2 0.2", "not finite"),
         ("-1 0.5 0.5 0.2 0.2", "negative"),
         ("1.5 0.5 0.5 0.2 0.2", "not a whole number"),
+        ("1e20 0.5 0.5 0.2 0.2", "1e20 is too large"),
         ("0 0,5 0.5 0.2 0.2", "decimal comma"),
         ("0,0.5,0.5,0.2,0.2", "separated by spaces"),
         ("cat 0.5 0.5 0.2 0.2", "'cat' is not a number"),
