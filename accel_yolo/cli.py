@@ -149,6 +149,8 @@ def _with_exit_code(command: Callable[[], int]) -> int:
                 _leave_the_word_to_the_main_process(error)
             return USER_ERROR
         except KeyboardInterrupt:
+            if _is_main_process():
+                print("interrupted; a training run goes on from its last saved epoch with --resume", file=sys.stderr)
             return INTERRUPTED
 
     if "TORCHELASTIC_ERROR_FILE" not in os.environ:
