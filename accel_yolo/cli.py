@@ -81,8 +81,11 @@ def _verify_ddp(argv: Sequence[str]) -> int:
     parser.add_argument("--processes", type=int, nargs="+", default=[2], metavar="N", help="numbers to compare with 1")
     parser.add_argument("--steps", type=int, default=20, help="training steps (default 20)")
     parser.add_argument("--float64", action="store_true", help="in double precision: what is left is no rounding")
+    parser.add_argument(
+        "--rate", type=float, help="learning rate of these steps; default 1e-5, where nothing is chaotic"
+    )
     parser.add_argument("--no-sync-bn", action="store_true", help="each process its own BatchNorm: should fail")
-    parser.add_argument("--tolerance", type=float, help="for the weights; default 1e-4, with --float64 1e-10")
+    parser.add_argument("--tolerance", type=float, help="for the weights; default 1e-3, with --float64 1e-10")
     parser.add_argument("--output", default="verify-ddp.json", help="the certificate (default verify-ddp.json)")
     own, rest = parser.parse_known_args(argv)
     if own.steps < 1 or any(count < 2 for count in own.processes):
@@ -101,6 +104,7 @@ def _verify_ddp(argv: Sequence[str]) -> int:
         processes=own.processes,
         steps=own.steps,
         double=own.float64,
+        rate=own.rate,
         output=own.output,
         tolerance=own.tolerance,
     )
