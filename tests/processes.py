@@ -12,7 +12,10 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 # What a launcher around the test run may have set must not leak into the processes under test.
-_LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_LAUNCHER_VARIABLES = (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK",
+)  # fmt: skip
+_LAUNCHER_PREFIXES = ("ACCELERATE_", "TORCHELASTIC_", "PYTEST_", "SLURM_", "PET_", "GLOO_", "NCCL_")
 
 
 @dataclass
@@ -28,7 +31,7 @@ def clean_environment(**extra: str) -> dict[str, str]:
     environment = {
         name: value
         for name, value in os.environ.items()
-        if name not in _LAUNCHER_VARIABLES and not name.startswith(("ACCELERATE_", "TORCHELASTIC_", "PYTEST_"))
+        if name not in _LAUNCHER_VARIABLES and not name.startswith(_LAUNCHER_PREFIXES)
     }
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": ""}
     return environment | extra

@@ -72,13 +72,13 @@ def run(*, callbacks: Callbacks | None = None, **options: Any) -> TrainResult:
 
 
 def train(
-    config: TrainConfig | Resolved | None = None, *, callbacks: Callbacks | None = None, **options: Any
+    config: TrainConfig | Resolved | str | Path | None = None, *, callbacks: Callbacks | None = None, **options: Any
 ) -> TrainResult:
     """Train in this process, as one of those that a launcher (or the caller) started.
 
     Args:
-        config: all settings, from `load_config`; or
-        options: YOLOv5's option names, as for `run`.
+        config: all settings, from `load_config`; or a run file as for `--config`; or None.
+        options: YOLOv5's option names, as for `run`; beside a run file or None.
         callbacks: an object with methods of `Callbacks`.
 
     Raises:
@@ -86,11 +86,13 @@ def train(
     """
     if isinstance(config, Resolved):
         resolved = config
-    elif config is not None:
+    elif isinstance(config, TrainConfig):
+        if options:
+            raise TypeError(f"a TrainConfig is complete; it takes no further options, found {', '.join(options)}")
         asked = {f"{part}.{name}": "the caller" for part, values in config.to_dict().items() for name in values}
         resolved = Resolved(config=config, origins=asked)
     else:
-        resolved = config_from_kwargs(**options)
+        resolved = config_from_kwargs(config=config, **options)
     return _train(resolved, callbacks)
 
 

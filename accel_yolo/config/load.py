@@ -152,6 +152,7 @@ TRAIN = FlagTable(
         Flag("--local-rank", help="accepted from old launchers and ignored: the environment's LOCAL_RANK counts"),
         Flag("--mixed-precision", "run.mixed_precision"),
         Flag("--ddp-timeout", "run.ddp_timeout"),
+        Flag("--watchdog", "run.watchdog"),
         Flag("--bad-images", "data.bad_images"),
         Flag("--trackers", "run.trackers"),
         Flag("--index-cache", "data.index_cache"),

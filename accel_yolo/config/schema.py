@@ -258,6 +258,7 @@ class RunConfig:
     device: str = _setting("", "'' = what the launcher gives, `cpu`, `0`, or `0,1` for as many processes")
     mixed_precision: str = _setting("", "no, bf16 or fp16; '' = what `accelerate config` says, else no")
     ddp_timeout: float = _setting(1800.0, "seconds after which a collective that a rank does not reach fails")
+    watchdog: float = _setting(600.0, "seconds without progress after which the job is ended with a report; 0 = never")
     trackers: tuple[str, ...] = _setting((), "experiment trackers besides results.csv: tensorboard, wandb, ...")
 
     def __post_init__(self) -> None:
@@ -271,6 +272,7 @@ class RunConfig:
         faults.number("save_period", self.save_period, -1, integer=True)
         faults.number("seed", self.seed, 0, 2**32 - 1, integer=True)
         faults.number("ddp_timeout", self.ddp_timeout, 1)
+        faults.number("watchdog", self.watchdog, 0)
         for tracker in self.trackers:
             faults.choice("trackers", tracker, TRACKERS)
         if self.mixed_precision != "":

@@ -272,6 +272,29 @@ def finish(accelerator: Accelerator, world: World) -> None:
             tracker.finish()
 
 
+def second_store_connection(timeout_seconds: float) -> tuple[Any, str]:
+    """A connection of one's own to the process group's store, and the store's address; None where there is no such.
+
+    Only a TCP store is shared so: a file store would grow with everything that is written to it.
+
+    Args:
+        timeout_seconds: of each question to the store.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return None, ""
+    store = base = dist.distributed_c10d._get_default_store()
+    while isinstance(base, dist.PrefixStore):
+        base = base.underlying_store
+    if not isinstance(base, dist.TCPStore):
+        return None, ""
+    try:
+        connection = store.clone()
+    except RuntimeError:
+        return None, ""
+    connection.set_timeout(timedelta(seconds=timeout_seconds))
+    return connection, f"{base.host}:{base.port}"
+
+
 def synchronise_batchnorm(model: nn.Module, accelerator: Accelerator, world: World) -> None:
     """Let the BatchNorms of `model` work over all processes; one that is alone then computes what several would."""
     convert_sync_batchnorm(model, world.side_group, device_type=accelerator.device.type)
@@ -309,7 +332,10 @@ def broadcast_from_main(accelerator: Accelerator, value: T) -> T:
 
 
 def on_main_process(accelerator: Accelerator, work: Callable[[], T]) -> T:
-    """Run `work` on the main process; every process returns its result or raises its error."""
+    """Run `work` on the main process; every process returns its result or raises its error.
+
+    Meanwhile the others poll a key, so `work` may take longer than the group's timeout.
+    """
     result: Any = None
     error: BaseException | None = None
     if accelerator.is_main_process:
@@ -318,6 +344,7 @@ def on_main_process(accelerator: Accelerator, work: Callable[[], T]) -> T:
         except Exception as caught:
             # Handed on below, to all processes alike; the others must not wait for a result that never comes.
             error = caught
+    _wait_for(accelerator, f"accel_yolo/main/{next(_calls)}", is_done=accelerator.is_main_process)
     result, error = broadcast_from_main(accelerator, (result, _sendable(error)))
     if error is not None:
         raise error
@@ -347,12 +374,27 @@ def local_main_first(accelerator: Accelerator, work: Callable[[], T], *, name: s
         # A bug is not told to the others: this process dies of it, and the launcher ends them.
         store.set(key, _DONE)
         return result
-    while not store.check([key]):
-        time.sleep(0.05)
+    _poll(store, key)
     answer = store.get(key).decode()
     if answer != _DONE:
         raise rebuilt_error(json.loads(answer))
     return work()
+
+
+def _wait_for(accelerator: Accelerator, key: str, *, is_done: bool) -> None:
+    """Return on every process once one of them has called this with `is_done`, without a collective held open."""
+    if accelerator.num_processes == 1:
+        return
+    store = dist.distributed_c10d._get_default_store()
+    if is_done:
+        store.set(key, _DONE)
+    else:
+        _poll(store, key)
+
+
+def _poll(store: Any, key: str) -> None:
+    while not store.check([key]):
+        time.sleep(0.02)
 
 
 def configure_logging(is_main_process: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import platform
 import subprocess
 import sys
@@ -72,6 +73,9 @@ def describe_plan(
             " process with the whole batch"
         )
     idle = torch.cuda.device_count() - processes if accelerator.device.type == "cuda" else torch.cuda.device_count()
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if named and accelerator.device.type == "cpu" and config.run.device != "cpu" and not torch.cuda.is_available():
+        lines.append(f"hint       CUDA_VISIBLE_DEVICES is {named}, but torch finds no CUDA device: this is on the CPU")
     if idle > 0 and world.backend in ("none", "nccl"):
         lines.append(f"hint       {idle} more CUDA device(s) visible: accelerate launch --multi_gpu --num_processes N")
     return lines

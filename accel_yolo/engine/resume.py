@@ -22,8 +22,8 @@ MAY_CHANGE = frozenset(
 # They are about this machine and this call, and are never taken from the saved run.
 OF_THIS_CALL = frozenset(
     {
-        "run.device", "run.ddp_timeout", "run.trackers", "run.noplots", "data.workers", "data.index_cache",
-        "run.resume", "run.project", "run.name", "run.exist_ok",
+        "run.device", "run.ddp_timeout", "run.watchdog", "run.trackers", "run.noplots", "data.workers",
+        "data.index_cache", "run.resume", "run.project", "run.name", "run.exist_ok",
     }
 )  # fmt: skip
 # Origins that no user chose.

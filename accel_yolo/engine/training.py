@@ -6,6 +6,7 @@ import copy
 import logging
 import math
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -30,6 +31,7 @@ from accel_yolo.engine.distributed import (
     local_main_first,
     on_main_process,
     prepare,
+    second_store_connection,
     synchronise_batchnorm,
 )
 from accel_yolo.engine.evaluate import class_table, evaluate, merged_copy
@@ -44,6 +46,7 @@ from accel_yolo.engine.run_folder import (
     write_settings,
 )
 from accel_yolo.engine.state import EarlyStopper, ModelEma, TrainState
+from accel_yolo.engine.watchdog import Watchdog
 from accel_yolo.errors import (
     CheckpointError,
     ConfigError,
@@ -60,6 +63,7 @@ from accel_yolo.model.anchors import (
 from accel_yolo.model.detector import DetectionModel
 from accel_yolo.model.loss import DetectionLoss
 from accel_yolo.model.weights import LoadedWeights, build_model, load_weights, save_weights, transfer
+from accel_yolo.structures import Batch
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -106,6 +110,14 @@ class Training:
         self.own_statistics = accelerator.num_processes > 1 and not self.config.model.sync_bn
         # The weight average that was last measured or saved, and the updates it had then.
         self.merged: tuple[int, DetectionModel] | None = None
+        store, address = second_store_connection(self.config.run.ddp_timeout)
+        self.watchdog = Watchdog(
+            self.config.run.watchdog,
+            rank=accelerator.process_index,
+            world_size=accelerator.num_processes,
+            store=store,
+            address=address,
+        )
 
     def assemble(self) -> TrainState:
         """Make everything that training needs; nothing is written yet."""
@@ -122,6 +134,12 @@ class Training:
 
     def run(self) -> TrainResult:
         """Train from the start, or from the checkpoint, to the end."""
+        with self.watchdog:
+            result = self._run()
+        finish(self.accelerator, self.world)
+        return result
+
+    def _run(self) -> TrainResult:
         accelerator, state = self.accelerator, self.assemble()
         self.folder = self._make_folder()
         self.pictures = RunPictures(self.folder, names=self.data.names, enabled=self._draws_pictures())
@@ -139,7 +157,6 @@ class Training:
             state=state,
         )
         self._conclude(metrics)
-        finish(accelerator, self.world)
         return TrainResult(self.folder, best if metrics else None, last, metrics)
 
     def _load_data(self) -> DataSets:
@@ -153,7 +170,9 @@ class Training:
                 index_cache=settings.index_cache,
             )
 
+        self.watchdog.progress("indexing", unbounded=True)
         data = local_main_first(self.accelerator, load, name="data")
+        self.watchdog.progress("set-up")
         if self.checkpoint is not None:
             saved = {int(label): name for label, name in self.checkpoint.state["names"].items()}
             if saved != data.names:
@@ -409,12 +428,13 @@ class Training:
         return self.merged[1]
 
     def evaluate_average(self) -> EvalResult:
+        self.watchdog.progress("validation")
         return self._evaluate(copy.deepcopy(self._average()).fuse())
 
     def _evaluate(self, model: DetectionModel, *, with_curves: bool = False) -> EvalResult:
-        return evaluate(
+        result = evaluate(
             model,
-            self.val_loader,
+            self._validation_batches(),
             table=self.val_table,
             names=self.data.names,
             config=self.config.eval,
@@ -424,9 +444,17 @@ class Training:
             single_cls=self.config.data.single_cls,
             with_curves=with_curves,
         )
+        self.watchdog.progress("validation")
+        return result
+
+    def _validation_batches(self) -> Iterator[Batch]:
+        yield from self.watchdog.watch(self.val_loader, "validation")
+        # One process counts for all, as long as it takes.
+        self.watchdog.progress("scoring", unbounded=True)
 
     def _save(self, state: TrainState, is_best: bool, is_last: bool) -> None:
         folder, accelerator = self.folder, self.accelerator
+        self.watchdog.progress("saving")
         average = self._average()
         epoch = state.epoch - 1
         names = ["last"]
@@ -476,7 +504,8 @@ class Training:
 
     def _progress(self, loader: Any, state: TrainState) -> Any:
         bar = tqdm(
-            loader,
+            self.watchdog.watch(loader, "training"),
+            total=len(loader),
             desc=f"epoch {state.epoch + 1}/{self.config.run.epochs}",
             unit="step",
             leave=False,

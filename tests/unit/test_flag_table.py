@@ -29,7 +29,7 @@ YOLOV5_HYP = words("""
 """)
 OURS = words("""
     --config --set --print-config --mixed-precision --ddp-timeout --bad-images --trackers --index-cache
-    --no-channels-last --num-processes
+    --no-channels-last --num-processes --watchdog
 """)
 REFUSED_TRAIN = {
     "evolve", "evolve_population", "resume_evolve", "bucket", "cache", "image_weights", "quad", "entity",
