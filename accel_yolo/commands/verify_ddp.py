@@ -48,7 +48,8 @@ PASSED, FAILED = 0, 3
 LEARNING_RATE = 1e-5
 # What two runs may differ by, per type: weights as a part of the way travelled, the rest relative.
 TOLERANCES = {
-    torch.float32: {"weights": 1e-3, "gradient": 1e-5, "loss": 1e-5, "statistics": 1e-4},
+    # A fresh network with BatchNorm magnifies rounding some hundredfold; a real difference is of the order of 1.
+    torch.float32: {"weights": 2e-2, "gradient": 1e-4, "loss": 1e-4, "statistics": 1e-3},
     torch.float64: {"weights": 1e-10, "gradient": 1e-10, "loss": 1e-10, "statistics": 1e-10},
 }
 # mAP counts boxes, and one that flips at a threshold is no rounding; what it may cost is small all the same.
