@@ -198,31 +198,6 @@ def test_torchrun_standalone_trains_on_two_processes_and_local_rank_flags_are_ac
     _agree(expected_losses, _check(folder, finished, "torchrun"))
 
 
-FAILS_ONCE = """
-import os
-from accel_yolo import train
-from accel_yolo.engine.callbacks import Callbacks
-
-class FailsOnce(Callbacks):
-    def on_epoch_start(self, *, state):
-        if os.environ['RANK'] == '1' and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':
-            raise RuntimeError('rank 1 fails once')
-
-train(data='tiny.yaml', cfg='yolov5-shapes', imgsz=64, batch_size=8, epochs=1, sync_bn=True, workers=0, noplots=True,
-      project='runs', name='exp', exist_ok=True, callbacks=FailsOnce())
-"""
-
-
-def test_torchrun_with_a_c10d_rendezvous_and_max_restarts_starts_again_after_a_rank_failed(folder, expected_losses):
-    (folder / "script.py").write_text(FAILS_ONCE)
-    rendezvous = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{_free_port()}", "--rdzv_id", "test"]
-    command = [*TORCHRUN, "--nproc_per_node", "2", *rendezvous, "--max_restarts", "1", "script.py"]
-    finished = run_command(command, timeout=LIMIT, cwd=folder)
-    assert "RuntimeError: rank 1 fails once" in finished.output
-    assert finished.output.count("2 processes by torchrun") == 2, "the first attempt and the second"
-    _agree(expected_losses, _check(folder, finished, "torchrun"))
-
-
 # torch.multiprocessing.spawn ---------------------------------------------------------------------------------------
 
 # The listing that people copy, word for word but for its import of `select_device`, which is ours, and for what a
