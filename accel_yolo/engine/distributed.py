@@ -393,6 +393,8 @@ def _wait_for(accelerator: Accelerator, key: str, *, is_done: bool) -> None:
 
 
 def _poll(store: Any, key: str) -> None:
+    # No limit of its own, because the work may take any time. A main process that dies ends it all the same: the
+    # launcher ends the others, and where there is none, the store was the main process's and stops to answer.
     while not store.check([key]):
         time.sleep(0.02)
 

@@ -17,11 +17,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import yaml
 from torch import Tensor, nn
 
 from accel_yolo.boxes import make_divisible
-from accel_yolo.config.load import find_config
+from accel_yolo.config.load import find_config, read_yaml
 from accel_yolo.errors import ConfigError, WeightsError, did_you_mean
 from accel_yolo.model import blocks
 
@@ -275,7 +274,11 @@ def effective_config(
     Raises:
         WeightsError: for a missing key or a value that cannot be used.
     """
-    loaded = copy.deepcopy(dict(config)) if isinstance(config, Mapping) else _read_yaml(config)
+    loaded = (
+        copy.deepcopy(dict(config))
+        if isinstance(config, Mapping)
+        else read_yaml(find_config(str(config), "models"), error=WeightsError)
+    )
     if num_classes is not None:
         if loaded.get("nc", num_classes) != num_classes:
             logger.info("the model gets %d classes instead of its file's %s", num_classes, loaded["nc"])
@@ -524,25 +527,6 @@ def _row_fault(index: int, what: str, found: str, hint: str = "") -> WeightsErro
         found=found,
         fix=hint or "correct this row (rows are counted from 0 through backbone and head).",
     )
-
-
-def _read_yaml(name: str | Path) -> dict[str, Any]:
-    path = find_config(str(name), "models")
-    try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-        raise WeightsError(
-            "a model configuration cannot be read.",
-            found=f"{path}: {error}",
-            fix="give a YAML file in YOLOv5's format.",
-        ) from error
-    if not isinstance(loaded, dict):
-        raise WeightsError(
-            "a model configuration has no keys.",
-            found=f"{path} holds {type(loaded).__name__}",
-            fix="give a YAML file in YOLOv5's format, as in configs/models/yolov5s.yaml.",
-        )
-    return loaded
 
 
 def _check_values(config: dict[str, Any]) -> None:
